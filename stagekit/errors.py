@@ -1,0 +1,58 @@
+"""Every error that stagekit raises on purpose. The type says who must act.
+
+StagekitError
+├── UserError           fix the call, the program or the model
+│   ├── CaptureError    the model can't be captured, or its capture differs from it
+│   ├── SplitError      it can't be cut as asked
+│   ├── ScheduleError   the action lists are no valid schedule (carries the grid)
+│   └── ShapeError      a batch that the captured pipeline can't take
+├── StageError          user code or a kernel raised inside a stage: names rank, stage, chunk, op
+├── PeerError           a neighbour died or went silent: this rank is a victim
+└── BugError            ours
+"""
+
+from __future__ import annotations
+
+
+class StagekitError(Exception):
+    """Base of all errors below."""
+
+
+class UserError(StagekitError):
+    """The caller must change something; the text says what, where, the limit and the next step."""
+
+
+class CaptureError(UserError):
+    """The model can't be captured, or the captured graph does not compute what the model computes."""
+
+
+class SplitError(UserError):
+    """The model can't be cut as asked."""
+
+
+class ScheduleError(UserError):
+    """An action list that is not a valid schedule; the text shows the rank × step grid."""
+
+
+class ShapeError(UserError):
+    """A batch, chunk or target whose shape or dtype the captured pipeline can't take."""
+
+
+class StageError(StagekitError):
+    """Something raised while a stage ran; `__cause__` is the original exception."""
+
+    def __init__(self, message: str, *, rank: int, stage: int, chunk: int, op: str) -> None:
+        super().__init__(message)
+        self.rank, self.stage, self.chunk, self.op = rank, stage, chunk, op
+
+
+class PeerError(StagekitError):
+    """A transfer or a collective failed because of another rank (`peer_rank`, -1 when unknown)."""
+
+    def __init__(self, message: str, *, peer_rank: int = -1) -> None:
+        super().__init__(message)
+        self.peer_rank = peer_rank
+
+
+class BugError(StagekitError):
+    """An invariant of ours does not hold."""

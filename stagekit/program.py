@@ -1,0 +1,69 @@
+"""What a user writes: a Program describes one job once.
+
+Every worker builds it with the same `params` and calls only what its stages need. Required: `build_model`,
+`example_inputs`, `loss`, `optimizer`, `batches`; the rest has defaults in `ProgramDefaults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One replica's share of one step: the model's arguments, whole (not yet in chunks), and the target."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+
+@runtime_checkable
+class Program(Protocol):
+    """One job, described once."""
+
+    def build_model(self) -> nn.Module:
+        """Return the model with its initial weights; runs under a recorder, so no full weights exist anywhere."""
+        ...
+
+    def example_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return args and kwargs of ONE chunk."""
+        ...
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Return the mean loss of one chunk, a scalar."""
+        ...
+
+    def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Return the optimizer of the given parameters: those of one rank's stages, under the model's names."""
+        ...
+
+    def batches(self, start_step: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yield the batches of steps `start_step`, `start_step` + 1, …; called on one rank per replica."""
+        ...
+
+
+class ProgramDefaults:
+    """What a program need not define. Inherit from it, or define the names yourself."""
+
+    mode = "train"
+
+    def loss_weight(self, target: Any) -> float:
+        """Weight of a chunk's mean loss: its rows. Override with e.g. the number of valid tokens."""
+        leaf = target
+        while not isinstance(leaf, Tensor):
+            leaf = next(iter(leaf.values())) if isinstance(leaf, Mapping) else leaf[0]
+        return float(leaf.shape[0]) if leaf.ndim else 1.0
+
+    def tokens(self, target: Any) -> int:
+        """Tokens of a chunk, for tokens/s: elements of the target."""
+        return target.numel() if isinstance(target, Tensor) else 0
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """Called after each step on the last stage of replica 0; True ends the job after this step."""
+        return None
