@@ -1,0 +1,525 @@
+"""The job file: its fields, defaults and limits, and file <-> proto <-> plain dict.
+
+Decides what a job file may say and where a mistake in it is (file:line:col). What only the coordinator knows (names in
+use, slots) and what only a worker knows (does the program import, can it be cut) is checked there.
+Called by pipectl (files), by the coordinator (messages) and by the node daemon (the dict that a worker gets).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from pipeapi.v1 import spec_pb2
+
+MAX_FILE_BYTES = 1 << 20
+MAX_ENV_BYTES = 131_068  # longer: execve fails with E2BIG
+SCHEDULES = ("gpipe", "1f1b")
+SPLITS = ("balanced", "parameters", "layers")
+
+_NAME = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
+_PROGRAM = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+_ENV_NAME = re.compile(r"^[A-Z_][A-Z0-9_]*$")
+_RESERVED_ENV = re.compile(
+    r"^(LD_|PYTHON|GRPC_|PIPED_|BASH_FUNC|MASTER_|TORCHELASTIC_|RANK$|WORLD_SIZE$|CUDA_VISIBLE_DEVICES$)"
+)
+_SIZE_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
+
+
+def parse_size(value: object) -> object:
+    """Return bytes for "25MiB", 1024 or "1.5 GB"; anything else comes back for pydantic to refuse."""
+    if isinstance(value, str) and (match := re.fullmatch(r"([\d.]+)\s*([kKMG]i?B|B|)", value.strip())):
+        unit = match[2].replace("K", "k") if match[2] == "KB" else match[2]
+        if unit in _SIZE_UNITS:
+            return int(float(match[1]) * _SIZE_UNITS[unit])
+    if isinstance(value, str):
+        raise ValueError('not a size; write e.g. "25MiB"')
+    return value
+
+
+def parse_duration(value: object) -> object:
+    """Return seconds for "30s", "2m", "1h" or a number."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+)\s*(s|m|h)", value.strip())
+        if not match:
+            raise ValueError('not a duration; write e.g. "30s"')
+        return int(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 50)]
+Seconds = Annotated[int, BeforeValidator(parse_duration), Field(ge=0, le=86_400)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Buckets(_Strict):
+    """How each stage is cut once more, into bucket submodules whose gradients are reduced together."""
+
+    cap: Size = Field(25 << 20, description="bytes of gradients after which a bucket is full; 0: one bucket per stage")
+    first: Size = Field(1 << 20, description="the same for the first bucket, i.e. the last layers")
+
+
+class Pipeline(_Strict):
+    """How the model is cut and in which order chunks run."""
+
+    stages: int = Field(ge=1, le=4096, description="number of stages the model is cut into")
+    stages_per_rank: int = Field(1, ge=1, description="stages that one worker runs; must divide `stages`")
+    replicas: int = Field(1, ge=1, le=4096, description="data-parallel copies of the whole pipeline")
+    schedule: str = Field("1f1b", description="one of: " + ", ".join(SCHEDULES))
+    chunks: int = Field(8, ge=1, le=65_536, description="parts that a batch is split into (microbatches)")
+    split: str | list[str] = Field(
+        "balanced", description="balanced | parameters | layers, or the module paths where a stage begins"
+    )
+    buckets: Buckets = Field(default_factory=lambda: Buckets())
+    compile: str = Field(
+        "auto", description="eager | inductor | another dynamo backend | auto (eager on CPU, inductor on CUDA)"
+    )
+    recompute: bool = Field(False, description="drop a chunk's activations and recompute them before its backward")
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, value: str) -> str:
+        return _one_of(value, SCHEDULES)
+
+    @field_validator("split")
+    @classmethod
+    def _known_split(cls, value: str | list[str]) -> str | list[str]:
+        return _one_of(value, SPLITS) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Pipeline:
+        if self.stages % self.stages_per_rank:
+            raise ValueError(f"stages_per_rank is {self.stages_per_rank}, which does not divide stages: {self.stages}")
+        if isinstance(self.split, list) and len(self.split) != self.stages - 1:
+            raise ValueError(
+                f"split names {len(self.split)} places where a stage begins, but {self.stages} stages need {self.stages - 1}"
+            )
+        return self
+
+
+class Train(_Strict):
+    """What is trained, and for how long."""
+
+    steps: int = Field(ge=1, description="optimizer steps")
+    clip_grad_norm: float | None = Field(None, gt=0, description="limit of the global gradient norm")
+    seed: int = Field(1234, ge=0, lt=1 << 63, description="of the initial weights and of every random operation")
+    log_every: int = Field(10, ge=1, description="steps between two log lines")
+
+
+class Resources(_Strict):
+    """What a worker takes on a node."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where the slots are CUDA devices")
+    slots_per_node: int | None = Field(None, ge=1, description="at most so many workers on one node")
+
+
+class Checkpoint(_Strict):
+    """Where the trained weights go."""
+
+    dir: str = Field(description="a folder that every node of the job sees under this path")
+
+
+class Recovery(_Strict):
+    """How a job ends and what it survives."""
+
+    grace: Seconds = Field(30, description="between SIGTERM and SIGKILL when the job is cancelled")
+
+
+class Observe(_Strict):
+    """What is recorded beyond metrics."""
+
+    trace_steps: list[Annotated[int, Field(ge=0)]] = Field(
+        default_factory=list, description="steps of which every action is recorded"
+    )
+
+
+class JobFile(_Strict):
+    """A job: a program, how it is cut, how long it trains."""
+
+    version: Literal[1] = Field(description="of this format")
+    name: str = Field(pattern=_NAME, description="unique among live jobs: lower case, digits, '-' and '.'")
+    program: str = Field(pattern=_PROGRAM, description='"module:Class", importable by the workers or found in `source`')
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the program")
+    python: str | None = Field(None, description="interpreter of the workers on the nodes; only that one needs torch")
+    source: str | None = Field(None, description="a folder to pack, upload and put first on the workers' path")
+    pipeline: Pipeline
+    train: Train
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where every slot is a CUDA device")
+    resources: Resources = Field(default_factory=lambda: Resources())
+    checkpoint: Checkpoint | None = None
+    recovery: Recovery = Field(default_factory=lambda: Recovery())
+    observe: Observe = Field(default_factory=lambda: Observe())
+    env: dict[str, str | None] = Field(
+        default_factory=dict, description="environment of the workers; null: taken from the submitter's, shown nowhere"
+    )
+
+    @field_validator("env")
+    @classmethod
+    def _env_names(cls, env: dict[str, str | None]) -> dict[str, str | None]:
+        for name, value in env.items():
+            check_env(name, value or "")
+        return env
+
+
+def check_env(name: str, value: str) -> None:
+    """Raise ValueError for a name or value that a worker's environment must not carry."""
+    if not _ENV_NAME.match(name):
+        raise ValueError(f"{name}: not an environment name; use capitals, digits and _")
+    if _RESERVED_ENV.match(name):
+        raise ValueError(f"{name}: reserved; jobs can't set LD_*, PYTHON*, GRPC_*, PIPED_*, MASTER_*, RANK, WORLD_SIZE")
+    if len(name) + len(value.encode()) + 2 > MAX_ENV_BYTES:
+        raise ValueError(f"{name}: {len(value.encode())} bytes; one environment entry holds at most {MAX_ENV_BYTES}")
+    if "\0" in value:
+        raise ValueError(f"{name}: contains a NUL byte")
+
+
+def _one_of(value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, 1)
+        raise ValueError(
+            f'"{value}" is none of {", ".join(choices)}' + (f'; did you mean "{near[0]}"?' if near else "")
+        )
+    return value
+
+
+# ---- problems and where they are
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake: the field's path, what is wrong, where (1-based; 0: unknown), what to do."""
+
+    field: str
+    message: str
+    line: int = 0
+    column: int = 0
+    hint: str = ""
+
+    def render(self, path: str) -> str:
+        """Return the two lines that a user sees."""
+        where = f"{path}:{self.line}:{self.column}" if self.line else path
+        subject = f"{self.field}: " if self.field else ""
+        hint = f"\nhint: {self.hint}" if self.hint else ""
+        return f"error: {subject}{self.message} ({where}){hint}"
+
+
+class SpecError(ValueError):
+    """A job file with mistakes: all of them, in the order of the file."""
+
+    def __init__(self, path: str, problems: Sequence[Problem]) -> None:
+        self.path, self.problems = path, tuple(problems)
+        super().__init__("\n".join(problem.render(path) for problem in problems))
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that also refuses aliases and duplicate keys."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.events.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.constructor.ConstructorError(
+                None, None, "aliases are not allowed in a job file", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+
+def load_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> JobFile:
+    """Read a job file; `overrides` are "pipeline.stages=2" (values in YAML). Raises SpecError with every mistake."""
+    name = os.fspath(path)
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise SpecError(name, [Problem("", f"can't read the job file: {error.strerror}")]) from None
+    return load_text(raw, name, overrides)
+
+
+def load_text(raw: bytes, name: str, overrides: Sequence[str] = ()) -> JobFile:
+    """Like `load_file`, for bytes that are already read."""
+    if len(raw) > MAX_FILE_BYTES:
+        raise SpecError(name, [Problem("", f"{len(raw)} bytes; a job file holds at most {MAX_FILE_BYTES}")])
+    try:
+        loader = _Loader(raw.decode())
+        root = loader.get_single_node()
+        data = loader.construct_document(root) if root is not None else None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise SpecError(
+            name, [Problem("", str(error.problem), mark.line + 1 if mark else 0, mark.column + 1 if mark else 0)]
+        ) from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        raise SpecError(name, [Problem("", f"not a YAML document: {str(error).splitlines()[0]}")]) from None
+    if not isinstance(data, dict):
+        raise SpecError(
+            name, [Problem("", "a job file is a mapping of fields", 1, 1, "start from `pipectl schema --example`")]
+        )
+    if duplicates := _duplicate_keys(root):
+        raise SpecError(name, duplicates)
+    for override in overrides:
+        _override(data, override)
+    try:
+        return JobFile.model_validate(data)
+    except ValidationError as error:
+        problems = [_problem(item, root) for item in error.errors()]
+        raise SpecError(name, sorted(problems, key=lambda p: (p.line, p.column))) from None
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise SpecError("--set", [Problem(override, "write FIELD=VALUE, e.g. pipeline.stages=2")])
+    at = data
+    *parents, last = path.split(".")
+    for key in parents:
+        child = at.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise SpecError("--set", [Problem(path, f"{key} holds a value, not fields")])
+        at = child
+    at[last] = yaml.safe_load(text)
+
+
+def _duplicate_keys(node: yaml.Node | None) -> list[Problem]:
+    problems: list[Problem] = []
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                mark = key.start_mark
+                problems.append(Problem(str(key.value), "given twice", mark.line + 1, mark.column + 1))
+            seen.add(key.value)
+            problems += _duplicate_keys(value)
+    return problems
+
+
+def _problem(error: Any, root: yaml.Node | None) -> Problem:
+    location = [part for part in error["loc"] if not (isinstance(part, str) and part in ("str", "list[str]"))]
+    line, column = _position(root, location, of_key=error["type"] == "extra_forbidden")
+    field = ".".join(map(str, location))
+    kind, message, hint = error["type"], error["msg"].removeprefix("Value error, "), ""
+    if kind == "extra_forbidden":
+        message = "unknown field"
+        names = _field_names(location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), names, 1)
+        parent = ".".join(map(str, location[:-1])) or "job"
+        hint = (
+            f'did you mean "{near[0]}"? ' if near else f"known: {', '.join(names)}; "
+        ) + f"see pipectl explain {parent}"
+    elif kind == "missing":
+        message = "missing"
+        hint = f"see pipectl explain {field}"
+    elif kind == "string_pattern_mismatch" and field == "program":
+        message = f'"{error["input"]}" is no program'
+        hint = 'write "module:Class", e.g. stagekit.examples.gpt:Program'
+    elif kind == "string_pattern_mismatch":
+        message = f'"{error["input"]}" does not fit {error["ctx"]["pattern"]}'
+    elif kind.endswith(("_type", "_parsing")):
+        message = f"{message[0].lower()}{message[1:]}, not {error['input']!r}"
+    elif kind in ("greater_than_equal", "less_than_equal", "greater_than", "less_than"):
+        message = f"{error['input']!r}: {message[0].lower()}{message[1:]}"
+    return Problem(field, message, line, column, hint)
+
+
+def _position(node: yaml.Node | None, location: Sequence[Any], *, of_key: bool) -> tuple[int, int]:
+    """Find the deepest part of `location` that the document has: its key's mark, or its value's."""
+    mark = node.start_mark if node is not None else None
+    for depth, part in enumerate(location):
+        last = depth == len(location) - 1
+        if isinstance(node, yaml.MappingNode):
+            found = next(((k, v) for k, v in node.value if k.value == str(part)), None)
+            if found is None:
+                break
+            node = found[1]
+            mark = found[0].start_mark if last and of_key else node.start_mark
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            mark = node.start_mark
+        else:
+            break
+    return (mark.line + 1, mark.column + 1) if mark else (0, 0)
+
+
+def _field_names(location: Sequence[Any]) -> list[str]:
+    model: type[BaseModel] | None = JobFile
+    for part in location:
+        model = next(iter(_models_of(model, str(part))), None) if model else None
+    return list(model.model_fields) if model else []
+
+
+def _models_of(model: type[BaseModel], field: str) -> list[type[BaseModel]]:
+    info = model.model_fields.get(field)
+    if info is None:
+        return []
+    candidates = [info.annotation, *getattr(info.annotation, "__args__", ())]
+    return [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+
+
+def explain(field: str) -> list[tuple[str, str, str, str]]:
+    """Return (name, type, default, description) rows of a field such as "pipeline" or "pipeline.chunks".
+
+    Raises KeyError for an unknown one. "" and "job" mean the top level.
+    """
+    model: type[BaseModel] = JobFile
+    parts = [] if field in ("", "job") else field.split(".")
+    for index, part in enumerate(parts):
+        if part not in model.model_fields:
+            raise KeyError(part)
+        nested = _models_of(model, part)
+        if not nested:
+            if index < len(parts) - 1:
+                raise KeyError(parts[index + 1])
+            return [_row(model, part)]
+        model = nested[0]
+    return [_row(model, name) for name in model.model_fields]
+
+
+def _row(model: type[BaseModel], name: str) -> tuple[str, str, str, str]:
+    info = model.model_fields[name]
+    kind = (
+        getattr(info.annotation, "__name__", str(info.annotation))
+        if not getattr(info.annotation, "__args__", None)
+        else str(info.annotation)
+    )
+    nested = _models_of(model, name)
+    default = (
+        "required" if info.is_required() else ("…" if nested else str(info.get_default(call_default_factory=True)))
+    )
+    description = info.description or (nested[0].__doc__ if nested else "") or ""
+    return name, kind.replace("typing.", ""), default, description
+
+
+# ---- file <-> proto <-> dict
+
+_BACKENDS = {
+    "auto": spec_pb2.BACKEND_AUTO,
+    "gloo": spec_pb2.BACKEND_GLOO,
+    "nccl": spec_pb2.BACKEND_NCCL,
+}
+
+
+def to_proto(job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "") -> spec_pb2.JobSpec:
+    """Return the message of a job file; `env` entries that are null are taken from `environ`.
+
+    Raises SpecError for one that `environ` lacks.
+    """
+    missing = [name for name, value in job.env.items() if value is None and name not in environ]
+    if missing:
+        raise SpecError("env", [Problem(f"env.{name}", "null, but not set in this environment") for name in missing])
+    env = {name: environ[name] if value is None else value for name, value in job.env.items()}
+    split = job.pipeline.split
+    return spec_pb2.JobSpec(
+        name=job.name,
+        program=job.program,
+        params={key: _value(value) for key, value in job.params.items()},
+        pipeline=spec_pb2.PipelineSpec(
+            stages=job.pipeline.stages,
+            stages_per_rank=job.pipeline.stages_per_rank,
+            replicas=job.pipeline.replicas,
+            schedule=job.pipeline.schedule,
+            chunks=job.pipeline.chunks,
+            split=split if isinstance(split, str) else "",
+            split_at=split if isinstance(split, list) else (),
+            bucket_cap_bytes=job.pipeline.buckets.cap,
+            bucket_first_cap_bytes=job.pipeline.buckets.first,
+            compile=job.pipeline.compile,
+            recompute=job.pipeline.recompute,
+        ),
+        train=spec_pb2.TrainSpec(
+            steps=job.train.steps,
+            clip_grad_norm=job.train.clip_grad_norm,
+            seed=job.train.seed,
+            log_every=job.train.log_every,
+        ),
+        backend=_BACKENDS[job.backend],
+        resources=spec_pb2.ResourcesSpec(device=job.resources.device, slots_per_node=job.resources.slots_per_node or 0),
+        checkpoint=spec_pb2.CheckpointSpec(dir=job.checkpoint.dir if job.checkpoint else ""),
+        observe=spec_pb2.ObserveSpec(trace_steps=job.observe.trace_steps),
+        env=env,
+        redacted_env=[name for name, value in job.env.items() if value is None],
+        python=job.python or "",
+        source_sha256=source_sha256,
+        grace_s=job.recovery.grace,
+    )
+
+
+def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
+    """Return the job file that `spec` says, as plain JSON values with every field set: what a worker reads."""
+    pipeline, train = spec.pipeline, spec.train
+    backend = next((name for name, value in _BACKENDS.items() if value == spec.backend), "auto")
+    return {
+        "version": 1,
+        "name": spec.name,
+        "program": spec.program,
+        "params": {key: _plain(value) for key, value in spec.params.items()},
+        "python": spec.python or None,
+        "source": spec.source_sha256 or None,
+        "pipeline": {
+            "stages": pipeline.stages,
+            "stages_per_rank": pipeline.stages_per_rank,
+            "replicas": pipeline.replicas,
+            "schedule": pipeline.schedule,
+            "chunks": pipeline.chunks,
+            "split": list(pipeline.split_at) or pipeline.split,
+            "buckets": {"cap": pipeline.bucket_cap_bytes, "first": pipeline.bucket_first_cap_bytes},
+            "compile": pipeline.compile,
+            "recompute": pipeline.recompute,
+        },
+        "train": {
+            "steps": train.steps,
+            "clip_grad_norm": train.clip_grad_norm if train.HasField("clip_grad_norm") else None,
+            "seed": train.seed,
+            "log_every": train.log_every,
+        },
+        "backend": backend,
+        "resources": {"device": spec.resources.device, "slots_per_node": spec.resources.slots_per_node or None},
+        "checkpoint": {"dir": spec.checkpoint.dir} if spec.checkpoint.dir else None,
+        "recovery": {"grace": spec.grace_s},
+        "observe": {"trace_steps": list(spec.observe.trace_steps)},
+        "env": {name: (None if name in spec.redacted_env else value) for name, value in spec.env.items()},
+    }
+
+
+def from_proto(spec: spec_pb2.JobSpec) -> JobFile:
+    """Validate a message as a job file. Raises SpecError naming each bad field."""
+    data = to_dict(spec)
+    data["env"] = dict(spec.env)
+    try:
+        return JobFile.model_validate(data)
+    except ValidationError as error:
+        raise SpecError("request", [_problem(item, None) for item in error.errors()]) from None
+
+
+def _value(value: object) -> spec_pb2.ParamValue:
+    if value is None:
+        return spec_pb2.ParamValue(null_value=True)
+    if isinstance(value, bool):
+        return spec_pb2.ParamValue(bool_value=value)
+    if isinstance(value, int):
+        return spec_pb2.ParamValue(int_value=value)
+    if isinstance(value, float):
+        return spec_pb2.ParamValue(double_value=value)
+    if isinstance(value, str):
+        return spec_pb2.ParamValue(string_value=value)
+    if isinstance(value, list):
+        return spec_pb2.ParamValue(list_value=spec_pb2.ParamList(values=[_value(item) for item in value]))
+    if isinstance(value, dict):
+        return spec_pb2.ParamValue(map_value=spec_pb2.ParamMap(values={str(k): _value(v) for k, v in value.items()}))
+    raise SpecError("params", [Problem("params", f"{value!r} is no number, string, list or mapping")])
+
+
+def _plain(value: spec_pb2.ParamValue) -> Any:
+    kind = value.WhichOneof("kind")
+    if kind == "list_value":
+        return [_plain(item) for item in value.list_value.values]
+    if kind == "map_value":
+        return {key: _plain(item) for key, item in value.map_value.values.items()}
+    return None if kind in (None, "null_value") else getattr(value, kind)
