@@ -1,0 +1,114 @@
+"""A small worker that speaks the line protocol and does what its first argument says. Standard library only."""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+
+class Channel:
+    def __init__(self):
+        self.socket = socket.socket(fileno=int(os.environ["PIPED_FD"]))
+        self.file = self.socket.makefile("r")
+
+    def say(self, **message):
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self):
+        return json.loads(self.file.readline())
+
+
+def main():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, as the real worker sets it
+    channel = Channel()
+    assign = channel.hear()
+    assert assign["type"] == "assign", assign
+    act = assign["spec"]["params"]["act"] if len(sys.argv) < 2 else sys.argv[1]
+    print(f"rank {assign['rank']} acts {act}", flush=True)
+    if assign["rank"] == 0:
+        channel.say(type="store", endpoint="127.0.0.1:1234")
+    else:
+        assert channel.hear()["endpoint"] == "127.0.0.1:1234"
+    channel.say(type="joined")
+    ACTS[act](channel, assign)
+
+
+def done(channel, assign):
+    channel.say(type="done", step=7)
+
+
+def fail(channel, assign):
+    print("Traceback: boom", file=sys.stderr, flush=True)
+    channel.say(
+        type="failed", is_transport=False, is_numeric=False, peer_rank=-1, message="boom", traceback="tb", step=3
+    )
+    sys.exit(1)
+
+
+def wait(channel, assign):
+    step = 0
+    while True:
+        step += 1
+        channel.say(type="beat", step=step, action="F0", section="step")
+        time.sleep(0.05)
+
+
+def ignore(channel, assign):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("ignoring", flush=True)
+    wait(channel, assign)
+
+
+def polite(channel, assign):
+    def leave(*_):
+        print("leaving", flush=True)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    print("ready to leave", flush=True)
+    wait(channel, assign)
+
+
+def litter(channel, assign):
+    """Leave a child in a session of its own that keeps the output pipe."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    print(f"child {child.pid}", flush=True)
+    sys.exit(5)
+
+
+def flood(channel, assign):
+    block = b"x" * 65535 + b"\n"
+    for _ in range(1200):
+        os.write(1, block)
+
+
+def babble(channel, assign):
+    channel.socket.sendall(b"this is no message\n")
+    time.sleep(600)
+
+
+def until_file(channel, assign):
+    """Report metrics until the file `go` of the attempt's directory appears, then exit with the number in it."""
+    go = os.path.join(assign["attempt_dir"], "go")
+    step = 0
+    while not os.path.exists(go):
+        step += 1
+        samples = [{"name": "piped_steps", "labels": {}, "value": step}]
+        channel.say(type="metrics", samples=samples)
+        channel.say(type="progress", step=step, steps=10, loss=0.5, tokens_per_s=10.0, step_s=0.05)
+        time.sleep(0.05)
+    with open(go) as file:
+        code = int(file.read())
+    if code == 0:
+        channel.say(type="done", step=step)
+    sys.exit(code)
+
+
+ACTS = {f.__name__: f for f in (done, fail, wait, ignore, polite, litter, flood, babble, until_file)}
+
+if __name__ == "__main__":
+    main()
