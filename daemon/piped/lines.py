@@ -29,6 +29,7 @@ shim → daemon:
     spawned    {rank, pid, starttime}
     exited     {rank, code, signal, by_supervisor, log_tail}
     worker     {rank, message}                 a line of that worker, as it came
+    The last three also carry boottime_ns: nanoseconds since boot (CLOCK_BOOTTIME) when the shim saw it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def encode(message: Message) -> bytes:
     """Return `message` as one line. Raises ValueError above MAX_LINE_BYTES."""
     line = json.dumps(message, separators=(",", ":"), allow_nan=True).encode() + b"\n"
     if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"message of type {message.get('type')!r} has {len(line)} bytes; the limit is {MAX_LINE_BYTES}")
+        kind = message.get("type")
+        raise ValueError(f"message of type {kind!r} has {len(line)} bytes; the limit is {MAX_LINE_BYTES}")
     return line
 
 
