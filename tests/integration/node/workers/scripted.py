@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 class Channel:
@@ -93,16 +94,15 @@ def babble(channel, assign):
 
 def until_file(channel, assign):
     """Report metrics until the file `go` of the attempt's directory appears, then exit with the number in it."""
-    go = os.path.join(assign["attempt_dir"], "go")
+    go = Path(assign["attempt_dir"]) / "go"
     step = 0
-    while not os.path.exists(go):
+    while not go.exists():
         step += 1
         samples = [{"name": "piped_steps", "labels": {}, "value": step}]
         channel.say(type="metrics", samples=samples)
         channel.say(type="progress", step=step, steps=10, loss=0.5, tokens_per_s=10.0, step_s=0.05)
         time.sleep(0.05)
-    with open(go) as file:
-        code = int(file.read())
+    code = int(go.read_text())
     if code == 0:
         channel.say(type="done", step=step)
     sys.exit(code)
