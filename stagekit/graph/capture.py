@@ -1,0 +1,394 @@
+"""Capture a model as one flat graph: `capture` exports it on fake tensors, checks it, and returns a `Captured`.
+
+Decides how the model is exported (non-strict, training IR, symbolic batch and sequence sizes, static where that
+fails) and what its inputs, outputs, parameters and tied names are. Leaves the self-check to graph.selfcheck, passes
+to graph.normalise and graph.aliasing, cutting to graph.cut. Called by stagekit.api, stagekit.describe and workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from stagekit.errors import CaptureError, ShapeError
+from stagekit.graph.aliasing import clone_written_inputs, functionalise
+from stagekit.graph.build import ValueSource, named_tensors, open_model
+from stagekit.graph.normalise import drop_dead_code, normalise
+from stagekit.graph.propagate import propagate
+from stagekit.graph.selfcheck import self_check
+from stagekit.graph.specs import Leaf, Spec, batch_dims, example_rows, flatten_named, symbolic_dims
+from stagekit.graph.symbols import SymbolTable, symbol_table
+from stagekit.plan.contract import GraphInput
+
+if TYPE_CHECKING:
+    from stagekit.graph.buckets import BucketRule
+    from stagekit.graph.cut import Cut
+
+_PREFIXES = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a placeholder of the flat graph stands for; `index` is the number of a graph input."""
+
+    kind: str  # "parameter", "buffer", "constant" or "input"
+    name: str
+    index: int = -1
+    persistent: bool = True
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model captured once; cut it as often as you like.
+
+    `graph` is flat: parameters, buffers, constants and inputs are placeholders, told apart by `origins`.
+    """
+
+    graph: fx.Graph
+    origins: Mapping[str, Origin]  # by placeholder name
+    storages: Mapping[str, int]  # node name → number of the memory it lives in
+    inputs: tuple[GraphInput, ...]
+    symbols: SymbolTable
+    aliases: tuple[tuple[str, str], ...]
+    tensors: Mapping[str, Tensor]  # fake parameters and buffers by name, also those that the graph does not use
+    persistent: frozenset[str]  # parameters and buffers that belong into a state_dict
+    source: ValueSource
+    lifted: Mapping[str, Tensor]  # constants that export made
+    in_tree: Any
+    out_tree: Any
+    mode: FakeTensorMode
+    device: str
+    graph_hash: str
+    self_check: str
+    module: nn.Module = field(repr=False)  # the captured module; large values are fake if it came from a constructor
+
+    def cut(
+        self,
+        split: str | Sequence[str],
+        stages: int,
+        *,
+        buckets: BucketRule | None = None,
+        chunks: int = 1,
+        at_nodes: Sequence[str] | None = None,
+    ) -> Cut:
+        """Cut into `stages` stages; `at_nodes` repeats the cut of a published plan without measuring anything.
+
+        `split`: "balanced", "parameters", "layers" or the module paths where stages 1, 2, … begin.
+        Raises SplitError.
+        """
+        from stagekit.graph.cut import cut
+
+        return cut(self, split, stages, buckets=buckets, chunks=chunks, at_nodes=at_nodes)
+
+    def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
+        """Return the leaves of (args, kwargs) in the order of `inputs`.
+
+        Raises ShapeError if the structure or a burned-in constant differs from the example's.
+        """
+        leaves, tree = flatten_named(args, kwargs or {})
+        if tree != self.in_tree:
+            raise ShapeError(
+                f"the arguments are built like {[leaf.name for leaf in leaves]}, the captured example like "
+                f"{[given.name for given in self.inputs]}; pass the same structure"
+            )
+        for leaf, expected in zip(leaves, self.inputs, strict=True):
+            if (expected.tensor is None) != (not isinstance(leaf.value, Tensor)):
+                raise ShapeError(f"{leaf.name} is a {type(leaf.value).__name__}; the captured example differs there")
+            if expected.tensor is None and leaf.value != expected.constant:
+                raise ShapeError(
+                    f"{leaf.name} is {leaf.value!r}, but {expected.constant!r} was burned in at capture; "
+                    "capture again, or pass it as a tensor"
+                )
+        return [leaf.value for leaf in leaves]
+
+    def unflatten_output(self, leaves: Sequence[Any]) -> Any:
+        """Rebuild what the model returns from its leaves: dicts, dataclasses, tuples."""
+        if len(leaves) != self.out_tree.num_leaves:
+            raise ShapeError(f"the model returns {self.out_tree.num_leaves} leaves, got {len(leaves)}")
+        return pytree.tree_unflatten(list(leaves), self.out_tree)
+
+
+def capture(
+    model: nn.Module | Callable[[], nn.Module],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    args_spec: Sequence[Spec | None] | Mapping[int, Spec] | None = None,
+    kwargs_spec: Mapping[str, Spec] | None = None,
+    check: bool = True,
+) -> Captured:
+    """Return `model` captured for `device` from example inputs of ONE chunk.
+
+    A callable builds the model under the init recorder, as if after torch.manual_seed(seed). `check=False` skips the
+    self-check: workers do, the plan was checked. Module, inputs and generators are left as they were.
+    Raises CaptureError or ShapeError.
+    """
+    device_type = _supported(device)
+    leaves, in_tree = flatten_named(args, kwargs or {}, args_spec, kwargs_spec)
+    split_dims = batch_dims(leaves)
+    with torch.random.fork_rng(devices=[]):
+        module, source = open_model(model, seed)
+        exported, mode, skeleton = _export(module, leaves, in_tree, split_dims, device_type)
+        captured = _captured(exported, mode, skeleton, module, source, leaves, split_dims, in_tree, device_type)
+        if not check:
+            return captured
+        return _with(captured, self_check=self_check(captured, model, leaves, seed))
+
+
+def _with(captured: Captured, **changes: Any) -> Captured:
+    import dataclasses
+
+    return dataclasses.replace(captured, **changes)
+
+
+def _supported(device: str) -> str:
+    device_type = torch.device(device).type
+    if device_type == "cuda" and not torch.backends.cuda.is_built():
+        raise CaptureError("this PyTorch is built without CUDA and can't capture for it; install a CUDA build here")
+    return device_type
+
+
+def skeleton_of(module: nn.Module, mode: FakeTensorMode, device: str) -> nn.Module:
+    """Return a copy of `module` whose parameters, buffers and tensor attributes are fake tensors on `device`."""
+    memo: dict[int, Any] = {}
+    for _, tensor in named_tensors(module):
+        if id(tensor) in memo:
+            continue
+        with mode:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise CaptureError(f"{type(module).__name__} can't be copied: {type(error).__name__}: {error}") from error
+
+
+def _export(
+    module: nn.Module, leaves: list[Leaf], in_tree: Any, split_dims: list[int | None], device: str
+) -> tuple[torch.export.ExportedProgram, FakeTensorMode, nn.Module]:
+    """Export with symbolic sizes, or with static ones if that fails."""
+    failure: Exception | None = None
+    for symbolic in (True, False):
+        mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
+        skeleton = skeleton_of(module, mode, device)
+        values = [_fake_input(leaf.value, dim, mode, device, symbolic) for leaf, dim in zip(leaves, split_dims, strict=True)]
+        fake_args, fake_kwargs = pytree.tree_unflatten(values, in_tree)
+        dims = [_dynamic(value, dim) if symbolic else None for value, dim in zip(values, split_dims, strict=True)]
+        shapes = pytree.tree_unflatten(dims, in_tree)
+        try:
+            exported = torch.export.export(
+                skeleton, fake_args, fake_kwargs, strict=False, dynamic_shapes=_by_name(skeleton, shapes) if symbolic else None
+            )
+            return exported, _mode_of(exported), skeleton
+        except Exception as error:
+            failure = error
+    assert failure is not None
+    raise CaptureError(
+        f"{type(module).__name__} can't be captured{_user_line(failure)}: {type(failure).__name__}: "
+        f"{str(failure).splitlines()[0] if str(failure) else ''}"
+    ) from failure
+
+
+def _mode_of(exported: torch.export.ExportedProgram) -> FakeTensorMode:
+    """Return the mode of the exported graph's values: export moves them into one of its own."""
+    values = (node.meta.get("val") for node in exported.graph.nodes)
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    if mode is None:
+        raise CaptureError("the capture holds no tensor at all; does forward compute anything?")
+    return mode
+
+
+def _fake_input(value: Any, split_dim: int | None, mode: FakeTensorMode, device: str, symbolic: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    shape = example_rows(value, split_dim) if symbolic else value.shape
+    with mode:
+        if shape == value.shape:
+            fake = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=device)
+        else:
+            fake = torch.empty(shape, dtype=value.dtype, device=device)
+    return fake.requires_grad_(value.requires_grad)
+
+
+def _dynamic(value: Any, split_dim: int | None) -> dict[int, Any] | None:
+    if not isinstance(value, Tensor):
+        return None
+    return {dim: torch.export.Dim.AUTO for dim in symbolic_dims(value, split_dim)}
+
+
+def _by_name(module: nn.Module, shapes: Any) -> Any:
+    """Return the dynamic shapes keyed as export wants them: by the forward's argument names."""
+    import inspect
+
+    positional, named = shapes
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    result: dict[str, Any] = {}
+    rest = list(positional)
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            if rest:
+                result[parameter.name] = tuple(rest)
+            rest = []
+        elif rest and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            result[parameter.name] = rest.pop(0)
+    known = {p.name for p in parameters}
+    var_keyword = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+    extra = {key: value for key, value in named.items() if key not in known}
+    result |= {key: value for key, value in named.items() if key in known}
+    if var_keyword is not None and extra:
+        result[var_keyword] = extra
+    return result
+
+
+def _user_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "/stagekit/graph/" not in f.filename]
+    return f' at "{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}' if own else ""
+
+
+def _captured(
+    exported: torch.export.ExportedProgram,
+    mode: FakeTensorMode,
+    skeleton: nn.Module,
+    module: nn.Module,
+    source: ValueSource,
+    leaves: list[Leaf],
+    split_dims: list[int | None],
+    in_tree: Any,
+    device: str,
+) -> Captured:
+    aliases = tied_names(skeleton)
+    origins, renamed = _origins(exported, dict(aliases), skeleton)
+    graph = normalise(exported.graph_module, renamed)
+    fakes = {n.name: _placeholder_value(n, origins[n.name], leaves) for n in graph.nodes if n.op == "placeholder"}
+    storages = _settle(graph, origins, fakes, mode)
+    by_index = {origins[name].index: fake for name, fake in fakes.items() if origins[name].kind == "input"}
+    in_order = [by_index.get(i) for i in range(len(leaves))]
+    table = symbol_table(in_order, [leaf.value for leaf in leaves], split_dims, exported.range_constraints)
+    inputs = tuple(
+        GraphInput(leaf.name, table.spec(fake), split_dim)
+        if isinstance(leaf.value, Tensor)
+        else GraphInput(leaf.name, None, None, leaf.value)
+        for leaf, fake, split_dim in zip(leaves, in_order, split_dims, strict=True)
+    )
+    _check_symbols(graph, table)
+    out_tree = exported.call_spec.out_spec
+    tensors = dict(named_tensors(skeleton))
+    return Captured(
+        graph=graph,
+        origins=origins,
+        storages=storages,
+        inputs=inputs,
+        symbols=table,
+        aliases=aliases,
+        tensors=tensors,
+        persistent=frozenset(skeleton.state_dict(keep_vars=True)),
+        source=source,
+        lifted={k: v for k, v in exported.constants.items() if isinstance(v, Tensor) and k not in tensors},
+        in_tree=in_tree,
+        out_tree=out_tree,
+        mode=mode,
+        device=device,
+        graph_hash=_hash(graph, inputs, device, module),
+        self_check="none (not asked for)",
+        module=module,
+    )
+
+
+def _placeholder_value(node: fx.Node, origin: Origin, leaves: list[Leaf]) -> Any:
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return leaves[origin.index].value if origin.kind == "input" else value
+    wants = leaves[origin.index].value.requires_grad if origin.kind == "input" else origin.requires_grad
+    return value.detach().requires_grad_(wants)
+
+
+def _settle(graph: fx.Graph, origins: Mapping[str, Origin], fakes: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, int]:
+    """Run the alias passes until nothing changes; return the storage numbers of the final graph."""
+    inputs = {name for name, origin in origins.items() if origin.kind == "input"}
+    while True:
+        storages = propagate(graph, fakes, mode)
+        kept = frozenset(storages[name] for name in origins if name in storages and name not in inputs)
+        if not functionalise(graph, storages, kept) and not clone_written_inputs(graph, storages, inputs):
+            return storages
+        drop_dead_code(graph)
+
+
+def tied_names(module: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return (alias, canonical) for each parameter or buffer with several names; the first name is canonical."""
+    first: dict[int, str] = {}
+    aliases = []
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        canonical = first.setdefault(id(tensor), name)
+        if canonical != name:
+            aliases.append((name, canonical))
+    return tuple(aliases)
+
+
+def _origins(
+    exported: torch.export.ExportedProgram, canonical_of: Mapping[str, str], skeleton: nn.Module
+) -> tuple[dict[str, Origin], dict[str, str]]:
+    """Return what each placeholder stands for, and which placeholder replaces that of a tied name."""
+    origins: dict[str, Origin] = {}
+    by_target: dict[str, str] = {}
+    renamed: dict[str, str] = {}
+    grads = {name: p.requires_grad for name, p in skeleton.named_parameters(remove_duplicate=False)}
+    persistent = skeleton.state_dict(keep_vars=True)
+    num_inputs = 0
+    for spec in exported.graph_signature.input_specs:
+        kind = _PREFIXES.get(spec.kind)
+        if kind is None:
+            raise CaptureError(f"the model holds {spec.target or spec.arg.name} ({spec.kind.name}), which can't be cut")
+        target = spec.target or spec.arg.name
+        if kind == "input":
+            origins[spec.arg.name] = Origin("input", target, num_inputs)
+            num_inputs += 1
+            continue
+        by_target[target] = spec.arg.name
+        origins[spec.arg.name] = Origin(
+            kind, canonical_of.get(target, target), persistent=target in persistent, requires_grad=grads.get(target, False)
+        )
+    for alias, name in canonical_of.items():
+        if alias in by_target and name in by_target:
+            renamed[by_target[alias]] = by_target[name]
+    return origins, renamed
+
+
+def _check_symbols(graph: fx.Graph, table: SymbolTable) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for size in value.size() if isinstance(value, Tensor) else ():
+            if not isinstance(size, int) and not size.node.expr.is_number:
+                table.check_known(size.node.expr)
+
+
+def _hash(graph: fx.Graph, inputs: tuple[GraphInput, ...], device: str, module: nn.Module) -> str:
+    """Return a digest that is equal wherever the same versions capture the same model for the same device type."""
+    digest = hashlib.sha256()
+    packages = {type(child).__module__.partition(".")[0] for child in module.modules()} - {"torch", "stagekit"}
+    versions = sorted((name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in packages)
+    digest.update(repr((torch.__version__, versions, device, inputs)).encode())
+    for node in graph.nodes:
+        digest.update(f"{node.name}|{node.target}|{node.args}|{node.kwargs}|{node.meta.get('context')}\n".encode())
+    return digest.hexdigest()[:32]

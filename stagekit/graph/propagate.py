@@ -1,0 +1,81 @@
+"""Run a flat graph on fake tensors with autograd on: shapes, strides, requires_grad and shared storage per node.
+
+`node.meta["val"]` of an export says requires_grad=False for values that do need a gradient; this run says the truth.
+Called by graph.capture after each pass and by graph.stages for the edges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stagekit.errors import CaptureError
+from stagekit.graph.aliasing import storage_number
+
+
+@contextlib.contextmanager
+def entered(context: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
+    """Run a node as its context says: no_grad and autocast regions, outermost first."""
+    with contextlib.ExitStack() as stack:
+        for kind, *values in context:
+            stack.enter_context(context_manager(kind, values))
+        yield
+
+
+def context_manager(kind: str, values: list[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return the context manager that a region of the capture stands for."""
+    if kind == "grad":
+        return torch.set_grad_enabled(values[0])
+    device, dtype, enabled, cache = values
+    return torch.autocast(device_type=device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+
+def propagate(graph: fx.Graph, fakes: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, int]:
+    """Run `graph`, set each node's meta "val" and "requires_grad"; return the storage number per node name.
+
+    `fakes`: a fake tensor or constant per placeholder name. Raises CaptureError naming the user's line.
+    """
+    values: dict[fx.Node, Any] = {}
+    storages: dict[str, int] = {}
+    with mode, torch.enable_grad():
+        for node in graph.nodes:
+            if node.op == "output":
+                continue
+            values[node] = fakes[node.name] if node.op == "placeholder" else _run(node, values)
+            number = storage_number(values[node])
+            if number is not None:
+                storages[node.name] = number
+    for node, value in values.items():
+        node.meta["val"] = value.detach() if isinstance(value, Tensor) else _detached(value)
+        node.meta["requires_grad"] = isinstance(value, Tensor) and value.requires_grad
+    return storages
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(item.detach() if isinstance(item, Tensor) else item for item in value)
+    return value
+
+
+def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    if node.op != "call_function":
+        raise CaptureError(f"the capture holds a {node.op} of {node.target}{line_of(node)}; control flow can't be cut")
+    args = fx.map_arg(node.args, lambda n: values[n])
+    kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
+    try:
+        with entered(node.meta.get("context", ())):
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception as error:
+        raise CaptureError(f"{node.name} ({node.target}){line_of(node)}: {type(error).__name__}: {error}") from error
+
+
+def line_of(node: fx.Node) -> str:
+    """Return " at file:line in name" of the user's innermost line that made the node, or ""."""
+    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
+    own = [line for line in lines if "/torch/" not in line] or lines
+    return f" at {own[-1].removeprefix('File ')}" if own else ""

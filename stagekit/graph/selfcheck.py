@@ -1,0 +1,170 @@
+"""Does the captured graph compute what the model computes? Asked once, when a plan is made, never on a worker.
+
+By values where four times the model's bytes fit into half of the free memory: outputs, every gradient by name and
+every buffer, on copies, from one seed. Else structurally: both must reach the same parameters on fake tensors, and no
+autograd node may be the user's own. Called by graph.capture.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from stagekit.errors import CaptureError
+from stagekit.graph.build import build_for_real, named_tensors
+from stagekit.graph.propagate import entered
+from stagekit.graph.specs import Leaf
+
+if TYPE_CHECKING:
+    from stagekit.graph.capture import Captured
+
+_RELATIVE = 1e-4  # of a tensor's largest element: functional twins and cleared strides may change sums slightly
+
+
+def self_check(captured: Captured, model: nn.Module | Callable[[], nn.Module], leaves: list[Leaf], seed: int) -> str:
+    """Return "values" or "structural"; raise CaptureError naming the first thing that differs."""
+    needed = 4 * sum(t.numel() * t.element_size() for t in captured.tensors.values())
+    on_target = captured.device == "cpu" or torch.get_device_module(captured.device).is_available()
+    if on_target and needed <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2:
+        _check_values(captured, model, leaves, seed)
+        return "values"
+    _check_structure(captured, leaves)
+    return "structural"
+
+
+def _check_values(captured: Captured, model: nn.Module | Callable[[], nn.Module], leaves: list[Leaf], seed: int) -> None:
+    reference = copy.deepcopy(model) if isinstance(model, nn.Module) else build_for_real(model, seed)
+    if not isinstance(model, nn.Module):
+        _check_start(captured, reference)
+    reference = reference.to(captured.device)
+    reference.zero_grad(set_to_none=True)
+    twin = copy.deepcopy(reference)
+    values = [_copy_input(leaf.value, captured.device) for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten([_copy_input(v, captured.device) for v in values], captured.in_tree)
+    torch.manual_seed(seed)
+    expected = pytree.tree_leaves(reference(*args, **kwargs))
+    torch.manual_seed(seed)
+    got = run_flat(captured, dict(named_tensors(twin)), values)
+    _compare("output", dict(enumerate(expected)), dict(enumerate(got)))
+    _backward(expected)
+    _backward(got)
+    gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (reference, twin)]
+    _compare("gradient of", *gradients)
+    _compare("buffer", dict(reference.named_buffers()), dict(twin.named_buffers()))
+
+
+def _check_start(captured: Captured, reference: nn.Module) -> None:
+    """The recorder must give what the constructor gives, bit for bit."""
+    real = dict(named_tensors(reference))
+    made = captured.source.take(list(captured.tensors))
+    for name, value in made.items():
+        if name not in real or not _identical(value, real[name]):
+            raise CaptureError(
+                f"{name}: the recorded constructor does not give the value that build_model() gives; does it draw "
+                "random numbers outside of torch's default generator, or differ from call to call?"
+            )
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _copy_input(value: Any, device: str) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
+
+
+def run_flat(captured: Captured, tensors: dict[str, Tensor], leaves: list[Any]) -> list[Any]:
+    """Run the captured graph on the given parameters, buffers and graph inputs; return the output's leaves."""
+    values: dict[fx.Node, Any] = {}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            origin = captured.origins[node.name]
+            if origin.kind == "input":
+                values[node] = leaves[origin.index]
+            else:
+                values[node] = tensors[origin.name] if origin.name in tensors else captured.lifted[origin.name]
+        elif node.op == "output":
+            return pytree.tree_leaves(fx.map_arg(node.args[0], lambda n: values[n]))
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+            with entered(node.meta.get("context", ())):
+                values[node] = node.target(*args, **kwargs)
+    raise AssertionError("a graph without an output node")
+
+
+def _backward(outputs: list[Any]) -> None:
+    """Backpropagate a fixed random cotangent over the float outputs that need one."""
+    generator = torch.Generator().manual_seed(20)
+    reached = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    cotangents = [torch.randn(out.shape, generator=generator).to(out) for out in reached]
+    if reached:
+        torch.autograd.backward(reached, cotangents)
+
+
+def _compare(what: str, expected: dict[Any, Any], got: dict[Any, Any]) -> None:
+    for name, value in expected.items():
+        other = got.get(name)
+        if isinstance(value, Tensor) and isinstance(other, Tensor):
+            a, b = value.detach().double(), other.detach().double()
+            limit = _RELATIVE * max(float(a.abs().nan_to_num(posinf=0, neginf=0).max()) if a.numel() else 0.0, 1e-6)
+            if a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True):
+                continue
+            text = f"differs by {float((a - b).abs().max()):.3g}" if a.shape == b.shape else "has another shape"
+        elif type(value) is type(other) and value == other:
+            continue
+        else:
+            text = f"is {_word(other)} instead of {_word(value)}"
+        raise CaptureError(
+            f"the capture does not compute what the model computes: {what} {name} {text}; look for a custom "
+            "autograd.Function, values read with .item(), or state kept outside of parameters and buffers"
+        )
+
+
+def _word(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
+
+
+def _check_structure(captured: Captured, leaves: list[Leaf]) -> None:
+    from stagekit.graph.capture import skeleton_of
+
+    skeleton = skeleton_of(captured.module, captured.mode, captured.device)
+    with captured.mode:
+        values = [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=captured.device) if isinstance(v, Tensor) else v
+            for v in (leaf.value for leaf in leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(values, captured.in_tree)
+        expected = _reached(pytree.tree_leaves(skeleton(*args, **kwargs)))
+        lifted = {name: captured.mode.from_tensor(t) for name, t in captured.lifted.items()}
+        tensors = dict(named_tensors(skeleton))
+        got = _reached(run_flat(captured, {**lifted, **tensors}, values))
+    names = {id(p): name for name, p in skeleton.named_parameters()}
+    if expected != got:
+        first = min(names.get(i, "an input") for i in expected ^ got)
+        raise CaptureError(f"the model and its capture do not reach the same parameters; the first one is {first}")
+
+
+def _reached(outputs: list[Any]) -> set[int]:
+    """Return the ids of the leaves that autograd reaches; refuse autograd nodes that are not torch's own."""
+    todo = [out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
+    seen: set[Any] = set()
+    found: set[int] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise CaptureError(f"{node.name()} is a custom autograd.Function: its backward would be lost in the capture")
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return found

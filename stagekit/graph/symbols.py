@@ -1,0 +1,111 @@
+"""Sizes that differ between chunks: the names we give them, and tensors described over those names.
+
+Export calls a size s77; a `SymbolTable` calls it s0, by order of appearance over the graph inputs, so that two
+processes agree. Called by graph.capture, graph.cut and graph.stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.utils._sympy.printers import PythonPrinter
+
+from stagekit.errors import CaptureError
+from stagekit.plan.contract import Dim, Symbol, TensorSpec
+
+
+@dataclass(frozen=True)
+class SymbolTable:
+    """Export's symbols → ours, and the example size of each."""
+
+    names: Mapping[sympy.Symbol, str]
+    symbols: tuple[Symbol, ...]
+
+    def dim(self, size: Any) -> Dim:
+        """Return a size of a fake tensor as an int or an expression over our names."""
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        if expr.is_number:
+            return int(expr)
+        self.check_known(expr)
+        renamed = expr.xreplace({old: sympy.Symbol(new, integer=True, positive=True) for old, new in self.names.items()})
+        return str(PythonPrinter().doprint(renamed))
+
+    def example(self, size: Any) -> Any:
+        """Return the value that a symbolic size, float or bool has in the example."""
+        if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return size
+        by_name = {symbol.name: symbol.example for symbol in self.symbols}
+        value = size.node.expr.xreplace({old: sympy.Integer(by_name[new]) for old, new in self.names.items()})
+        if isinstance(size, torch.SymBool):
+            return bool(value)
+        return int(value) if isinstance(size, torch.SymInt) else float(value)
+
+    def check_known(self, expr: sympy.Basic) -> None:
+        """Refuse a size that depends on values instead of on the inputs' shapes."""
+        unknown = [s for s in expr.free_symbols if s not in self.names]
+        if unknown:
+            raise CaptureError(
+                f"a size in the model depends on data ({expr}), not on the inputs' shapes; "
+                "pipelines need shapes that are known before a chunk runs: pad or mask instead of selecting"
+            )
+
+    def spec(self, tensor: Tensor, *, requires_grad: bool | None = None) -> TensorSpec:
+        """Describe a fake tensor of the capture for one chunk."""
+        return TensorSpec(
+            shape=tuple(self.dim(size) for size in tensor.size()),
+            stride=tuple(self.dim(step) for step in tensor.stride()),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            requires_grad=tensor.requires_grad if requires_grad is None else requires_grad,
+        )
+
+    def example_shape(self, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return size and stride of a fake tensor at the example's sizes."""
+        return tuple(self.example(s) for s in tensor.size()), tuple(self.example(s) for s in tensor.stride())
+
+
+def symbol_table(
+    fakes: list[Any], examples: list[Any], split_dims: list[int | None], ranges: Mapping[sympy.Symbol, Any]
+) -> SymbolTable:
+    """Name the symbols found in the fake graph inputs, in order of appearance.
+
+    Raises CaptureError if an input's size is an expression that no input shows as a plain symbol.
+    """
+    names: dict[sympy.Symbol, str] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for index, fake in enumerate(fakes):
+        for dim, size in enumerate(fake.size() if isinstance(fake, Tensor) else ()):
+            if isinstance(size, int) or not isinstance(size.node.expr, sympy.Symbol):
+                continue
+            symbol, is_batch = size.node.expr, split_dims[index] == dim
+            if symbol not in names:
+                names[symbol] = f"s{len(names)}"
+                low, high = _bounds(ranges.get(symbol))
+                example = int(examples[index].size(dim))
+                found[names[symbol]] = dict(
+                    name=names[symbol], example=example, minimum=low, maximum=high, graph_input=index, dim=dim, is_batch=is_batch
+                )
+            elif is_batch:
+                found[names[symbol]]["is_batch"] = True
+    table = SymbolTable(names, tuple(Symbol(**fields) for fields in found.values()))
+    for fake in fakes:
+        for size in fake.size() if isinstance(fake, Tensor) else ():
+            table.dim(size)
+    return table
+
+
+def _bounds(value_range: Any) -> tuple[int, int | None]:
+    """Return a symbol's bounds. Export's lower bound 2 only says that it did not specialise on 0 and 1; 1 is exact."""
+    if value_range is None:
+        return 1, None
+    low = int(value_range.lower) if value_range.lower.is_number and value_range.lower.is_finite else 1
+    high = int(value_range.upper) if value_range.upper.is_Integer else None
+    if high is not None and high >= 2**62:
+        high = None
+    return (1 if low <= 2 else low), high
