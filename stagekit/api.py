@@ -1,0 +1,201 @@
+"""What a script calls: `pipeline(...)` → `Pipeline` → `.deploy()` → `.step()`.
+
+Puts the rooms together: stagekit.graph captures and cuts, stagekit.plan schedules and verifies, stagekit.run runs.
+Also `PipelineStage` (one stage by hand, our ancestor's surface) and `init()` (one script for pipectl and torchrun).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stagekit.errors import UserError
+from stagekit.graph.bucket import BucketRule
+from stagekit.graph.capture import capture
+from stagekit.graph.cut import Cut
+from stagekit.plan.contract import StageSpec
+from stagekit.plan.plan import Plan, check_counts, make_plan
+from stagekit.run.chunks import default_loss_weight
+from stagekit.run.loss import LossFunction, LossWeight
+from stagekit.run.runtime import Run, RunOptions
+
+__all__ = ["Context", "Pipeline", "PipelineStage", "Stage", "init", "pipeline"]
+
+
+class Stage:
+    """One stage to look at: `module` is built when first asked for."""
+
+    def __init__(self, cut: Cut, spec: StageSpec) -> None:
+        self._cut, self.spec = cut, spec
+        self._module: nn.Module | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The stage's module with its start weights, a chain of bucket submodules."""
+        if self._module is None:
+            self._module = self._cut.stage_module(self.spec.index, device=torch.device("cpu"))
+        return self._module
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """Its parameters under the unsplit model's names."""
+        return dict(self.module.named_parameters())
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What it takes: graph inputs, values of earlier stages, sizes."""
+        return self.spec.inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the values that it returns."""
+        return self.spec.outputs
+
+
+class Pipeline:
+    """A captured model, cut and planned. Holds no weights of its own until it is deployed."""
+
+    def __init__(self, cut: Cut, plan: Plan, options: RunOptions) -> None:
+        self.cut, self.plan, self.options = cut, plan, options
+        self.stages = [Stage(cut, spec) for spec in plan.model.stages]
+
+    def deploy(self, device: torch.device | str | None = None, group: dist.ProcessGroup | None = None) -> Run:
+        """Build this rank's stages. Needs an initialised process group, or a world of 1.
+
+        Raises UserError when the world does not fit stages / stages_per_rank × replicas.
+        """
+        if device is None:
+            is_cuda = dist.is_initialized() and "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        return Run(self.cut, self.plan, self.options, torch.device(device), group)
+
+
+def pipeline(
+    model: nn.Module | Callable[[], nn.Module],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction,
+    stages: int,
+    chunks: int,
+    schedule: str = "1f1b",
+    split: str | Sequence[str] = "balanced",
+    stages_per_rank: int = 1,
+    replicas: int = 1,
+    buckets: Mapping[str, int] | None = None,
+    loss_weight: LossWeight | None = None,
+    args_spec: Sequence[Any] | None = None,
+    kwargs_spec: Mapping[str, Any] | None = None,
+    compile: str = "eager",
+    recompute: bool = False,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    at_nodes: Sequence[str] | None = None,
+) -> Pipeline:
+    """Capture `model`, cut it into `stages`, schedule `chunks` of a batch over them.
+
+    `args` and `kwargs` are ONE chunk. `model` is a module (its weights are copied) or a callable that builds it (weights
+    are then made stage by stage, equal to `torch.manual_seed(seed); model()`). `loss_fn(output, target)` returns a
+    chunk's mean loss; `loss_weight(target)` its weight, rows by default. `buckets` {"cap": bytes, "first": bytes} cuts
+    each stage into submodules whose gradients are reduced together. `at_nodes` repeats the cut of a published plan.
+    The module and the random state are left as they were. Raises CaptureError, SplitError, ScheduleError, UserError.
+    """
+    check_counts(stages, stages_per_rank, replicas)
+    captured = capture(
+        model,
+        args,
+        dict(kwargs or {}),
+        seed=seed,
+        device=str(device),
+        args_spec=args_spec,
+        kwargs_spec=dict(kwargs_spec) if kwargs_spec else None,
+    )
+    rule = BucketRule(buckets["cap"], buckets.get("first")) if buckets and buckets.get("cap") else None
+    cut = captured.cut(split, stages, buckets=rule, chunks=chunks, at_nodes=at_nodes)
+    plan = make_plan(
+        cut.spec,
+        schedule=schedule,
+        num_chunks=chunks,
+        stages_per_rank=stages_per_rank,
+        replicas=replicas,
+        compile=compile,
+        recompute=recompute,
+    )
+    return Pipeline(cut, plan, RunOptions(loss_fn, loss_weight or default_loss_weight, seed))
+
+
+class PipelineStage:
+    """One stage by hand: the caller decides which chunk runs when; transfers follow the compute.
+
+    Every rank of the pipeline makes one and steps through the same chunks:
+    `begin(...)`, then `forward_one_chunk(c)` and `backward_one_chunk(c)` in any valid order, then `end()`.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        stage_index: int,
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._run = pipe.deploy(device, group)
+        if self._run.own_stages != (stage_index,):
+            raise UserError(
+                f"rank {self._run.rank} holds stages {list(self._run.own_stages)}, not stage {stage_index}; "
+                "PipelineStage runs one stage per rank, stage number = rank"
+            )
+        self.stage_index = stage_index
+
+    @property
+    def run(self) -> Run:
+        """Parameters, state dict and the rest of a deployed stage."""
+        return self._run
+
+    def begin(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
+        """Start a step on a whole batch, as `Run.step` takes it."""
+        self._run.begin_step(*args, target=target, **kwargs)
+
+    def forward_one_chunk(self, chunk: int) -> None:
+        """Receive, run and send the forward of `chunk`."""
+        self._run.perform_chunk("F", self.stage_index, chunk)
+
+    def backward_one_chunk(self, chunk: int) -> None:
+        """Receive, run and send the backward of `chunk`."""
+        self._run.perform_chunk("B", self.stage_index, chunk)
+
+    def end(self) -> Any:
+        """Finish the step (reductions, sends); returns a StepResult."""
+        return self._run.end_step()
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Where this process is: the same script serves pipectl and torchrun."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+def init(backend: str | None = None) -> Context:
+    """Join the process group that torchrun describes in the environment, or stand alone without one.
+
+    The backend is nccl where every rank has its own CUDA device, else gloo. Calling it again changes nothing.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    has_cuda = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
+    device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
+    if has_cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group(backend or ("nccl" if has_cuda else "gloo"))
+    return Context(rank, world_size, local_rank, device)

@@ -1,0 +1,192 @@
+"""The plan: a cut model, its schedule as verified lists, and what the simulator predicts. Small JSON; pure.
+
+Made once per attempt. A rank that captured something else finds out by `fingerprint` before it joins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stagekit.errors import UserError
+from stagekit.plan.contract import ModelSpec, StageSpec, TensorSpec
+from stagekit.plan.lowering import Lists, Routes, lower, receive_window, routes_of
+from stagekit.plan.schedules import compute_order, placement
+from stagekit.plan.shapes import evaluate
+from stagekit.plan.timeline import Timeline, gantt, simulate
+from stagekit.plan.verify import Cell, verify
+
+HOP_S = 70e-6  # a small gloo message between two processes of a host, measured 38-71 µs
+BYTES_PER_S = 3e9  # a 1 MiB gloo message, measured 3-6 GB/s
+_DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything decided before launch. Stages are at `stage_ranks` of a pipeline; replicas repeat it."""
+
+    model: ModelSpec
+    schedule: str
+    num_chunks: int
+    stages_per_rank: int
+    replicas: int
+    compile: str
+    recompute: bool
+    stage_ranks: tuple[int, ...]
+    actions: Lists
+    extension: tuple[Cell, ...]
+    timeline: Timeline
+    bit_equal: str  # to the unsplit model: "yes" or "no (first reason)"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one pipeline."""
+        return len(self.stage_ranks) // self.stages_per_rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all replicas."""
+        return self.num_ranks * self.replicas
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on ranks that captured and scheduled the same thing."""
+        parts = [self.model.graph_hash, self.schedule, self.num_chunks, self.stages_per_rank, self.replicas]
+        parts += [stage.first_node for stage in self.model.stages]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """Return the plan as one JSON document; actions in their text form."""
+        document = {
+            field.name: _plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name not in ("actions", "extension")
+        }
+        document["actions"] = [[str(action) for action in row] for row in self.actions]
+        document["fingerprint"] = self.fingerprint
+        return json.dumps(document)
+
+    def __str__(self) -> str:
+        timeline = self.timeline
+        title = (
+            f"{len(self.stage_ranks)} stages on {self.num_ranks} ranks × {self.replicas} replicas, {self.schedule}, "
+            f"{self.num_chunks} chunks: {timeline.makespan * 1e3:.1f} ms a step, bubble {timeline.bubble:.1%}"
+        )
+        return gantt(timeline.spans, title=title)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+
+
+def check_counts(stages: int, stages_per_rank: int, replicas: int, world_size: int | None = None) -> int:
+    """Return the ranks that these counts need. Raises UserError with all four numbers where `world_size` differs."""
+    if min(stages, stages_per_rank, replicas) < 1 or stages % stages_per_rank:
+        raise UserError(
+            f"stages {stages}, stages_per_rank {stages_per_rank}, replicas {replicas}: each is at least 1 and "
+            "stages_per_rank divides stages"
+        )
+    needed = stages // stages_per_rank * replicas
+    if world_size is not None and world_size != needed:
+        raise UserError(
+            f"world size {world_size} does not fit stages {stages} / stages_per_rank {stages_per_rank} × replicas "
+            f"{replicas} = {needed}; start {needed} processes or change one of the others"
+        )
+    return needed
+
+
+def make_plan(
+    model: ModelSpec,
+    *,
+    schedule: str,
+    num_chunks: int,
+    stages_per_rank: int = 1,
+    replicas: int = 1,
+    compile: str = "eager",
+    recompute: bool = False,
+) -> Plan:
+    """Schedule a cut model, verify the lists and simulate them. Raises ScheduleError or UserError."""
+    num_stages = len(model.stages)
+    num_ranks = check_counts(num_stages, stages_per_rank, 1)
+    stage_ranks = placement(num_stages, num_ranks)
+    routes = routes_of(model, replicas=replicas)
+    orders = compute_order(schedule, stage_ranks, num_ranks, num_chunks)
+    lists = lower(orders, stage_ranks, routes, window=receive_window(schedule))
+    extension = verify(lists, stage_ranks, num_chunks, routes)
+    timeline = _predict(model, lists, extension, stage_ranks, routes, recompute)
+    return Plan(
+        model,
+        schedule,
+        num_chunks,
+        stages_per_rank,
+        replicas,
+        compile,
+        recompute,
+        stage_ranks,
+        lists,
+        extension,
+        timeline,
+        _bit_equal(model, compile),
+    )
+
+
+def tensor_bytes(tensor: TensorSpec, symbols: dict[str, int]) -> int:
+    """Return the bytes of `tensor` for these symbol values."""
+    size = _DTYPE_BYTES.get(tensor.dtype, 1)
+    for dim in tensor.shape:
+        size *= evaluate(dim, symbols)
+    return size
+
+
+def stage_output_bytes(model: ModelSpec, stage: StageSpec) -> int:
+    """Return the bytes that one example chunk of `stage` sends to later stages."""
+    symbols = {symbol.name: symbol.example for symbol in model.symbols}
+    return sum(tensor_bytes(e.tensor, symbols) * len(e.targets) for e in model.edges if e.source == stage.index)
+
+
+def _predict(
+    model: ModelSpec,
+    lists: Lists,
+    extension: Sequence[Cell],
+    stage_ranks: Sequence[int],
+    routes: Routes,
+    recompute: bool,
+) -> Timeline:
+    largest = max((stage_output_bytes(model, stage) for stage in model.stages), default=0)
+    last = len(model.stages) - 1
+    return simulate(
+        lists,
+        extension,
+        stage_ranks,
+        routes,
+        forward=[stage.forward_s for stage in model.stages],
+        backward=[
+            stage.backward_s + (stage.forward_s if recompute and stage.index != last else 0.0) for stage in model.stages
+        ],
+        hop=HOP_S + largest / BYTES_PER_S,
+    )
+
+
+def _bit_equal(model: ModelSpec, compile: str) -> str:
+    """Say whether a step equals the unsplit model's bit for bit on CPU fp32, after the conditions measured to matter."""
+    if compile != "eager":
+        return f"no (compiled with {compile})"
+    holders: dict[str, int] = {}
+    for stage in model.stages:
+        for parameter in stage.parameters:
+            holders[parameter.name] = holders.get(parameter.name, 0) + 1
+    tied = next((name for name, count in holders.items() if count > 1), None)
+    if tied:
+        return f"no ({tied} is tied across stages)"
+    fan_out = next((edge for edge in model.edges if len(edge.targets) > 1 and edge.tensor.requires_grad), None)
+    if fan_out:
+        return f"no ({fan_out.value} goes to {len(fan_out.targets)} stages)"
+    return "yes"

@@ -1,0 +1,172 @@
+"""Who passes what: agreed once, on the first step, by one exchange of JSON; then frozen.
+
+Each rank says which graph inputs and target it was given. From that every rank derives the same ownership, so that the
+lists with their SEND_X / RECV_X are equal everywhere. Per step the first rank then sends a header of int64s: the rows
+of the batch, symbol values and the target's sizes. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from stagekit.errors import ShapeError, UserError
+from stagekit.plan.contract import InputRef, ModelSpec
+from stagekit.run.inputs import Parcel
+from stagekit.run.layout import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one rank was given: flags per graph input; the target's structure, dtypes and numbers of dimensions."""
+
+    inputs: tuple[bool, ...]
+    target_tree: str | None
+    target_dtypes: tuple[str, ...]
+    target_ndims: tuple[int, ...]
+    plan: str  # hash of graph, schedule and counts: equal on every rank
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], target: Any, plan: str) -> Given:
+        """Describe a rank's arguments. Raises UserError for a target that holds more than tensors."""
+        if target is None:
+            return cls(tuple(isinstance(leaf, Tensor) for leaf in leaves), None, (), (), plan)
+        target_leaves, tree = pytree.tree_flatten(target)
+        if not all(isinstance(leaf, Tensor) for leaf in target_leaves):
+            kinds = sorted({type(leaf).__name__ for leaf in target_leaves if not isinstance(leaf, Tensor)})
+            raise UserError(
+                f"the target holds {', '.join(kinds)}; it must consist of tensors (in tuples, lists, dicts)"
+            )
+        return cls(
+            tuple(isinstance(leaf, Tensor) for leaf in leaves),
+            pytree.treespec_dumps(tree),
+            tuple(str(leaf.dtype).removeprefix("torch.") for leaf in target_leaves),
+            tuple(leaf.ndim for leaf in target_leaves),
+            plan,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps([self.inputs, self.target_tree, self.target_dtypes, self.target_ndims, self.plan])
+
+    @classmethod
+    def from_json(cls, text: str) -> Given:
+        inputs, tree, dtypes, ndims, plan = json.loads(text)
+        return cls(tuple(inputs), tree, tuple(dtypes), tuple(ndims), plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks of a pipeline agreed on."""
+
+    parcels: dict[tuple[int, int], Parcel]  # (owner's stage, stage that needs it)
+    target: Given | None  # description by the rank whose target is used
+
+    @property
+    def target_tree(self) -> Any:
+        """Structure of the target; None without one."""
+        return pytree.treespec_loads(self.target.target_tree) if self.target and self.target.target_tree else None
+
+
+def exchange_text(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """Return every rank's `text`, in rank order."""
+    world = dist.get_world_size(group)
+    raw = text.encode()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(raw)], dtype=torch.int64, device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+    mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    parts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(world)]
+    dist.all_gather(parts, mine, group=group)
+    return [bytes(part[: int(size)].tolist()).decode() for part, size in zip(parts, sizes, strict=True)]
+
+
+def agree(placement: Placement, given: Sequence[Given], *, has_loss: bool) -> Agreement:
+    """Return who sends what to whom. `given` is in rank order. Raises UserError, on every rank alike."""
+    plans = {g.plan for g in given}
+    if len(plans) > 1:
+        ranks = {plan: [r for r, g in enumerate(given) if g.plan == plan] for plan in sorted(plans)}
+        raise UserError(f"the ranks captured or scheduled different things: {ranks}; run the same program everywhere")
+    parcels: dict[tuple[int, int], Parcel] = {}
+    for rank in sorted(set(placement.stage_ranks)):
+        stages = [stage for stage, owner in enumerate(placement.stage_ranks) if owner == rank]
+        wanted = _inputs_of(placement.spec, stages)
+        for number in wanted:
+            if not given[rank].inputs[number]:
+                owner = next((r for r, g in enumerate(given) if g.inputs[number]), None)
+                name = placement.spec.inputs[number].name
+                if owner is None:
+                    raise UserError(f"{name} was passed on no rank, but rank {rank} (stages {stages}) needs it")
+                _add(parcels, placement, owner, stages[0], inputs=(number,))
+    target = _target(placement, given, parcels) if has_loss else None
+    return Agreement(parcels, target)
+
+
+def _inputs_of(spec: ModelSpec, stages: Sequence[int]) -> list[int]:
+    return sorted({ref.index for s in stages for ref in spec.stages[s].inputs if isinstance(ref, InputRef)
+                   and spec.inputs[ref.index].tensor is not None})  # fmt: skip
+
+
+def _add(
+    parcels: dict[tuple[int, int], Parcel],
+    placement: Placement,
+    owner: int,
+    stage: int,
+    *,
+    inputs: tuple[int, ...] = (),
+    target: tuple[int, ...] = (),
+) -> None:
+    key = (placement.stage_ranks.index(owner), stage)
+    before = parcels.get(key, Parcel((), ()))
+    parcels[key] = Parcel(before.inputs + inputs, before.target + target)
+
+
+def _target(placement: Placement, given: Sequence[Given], parcels: dict[tuple[int, int], Parcel]) -> Given:
+    last = placement.last_rank
+    if given[last].target_tree is not None:
+        return given[last]
+    if given[0].target_tree is None:
+        raise UserError(f"no target on rank 0 (first stage) or rank {last} (last stage); pass it on one of them")
+    _add(parcels, placement, 0, placement.last_stage, target=tuple(range(len(given[0].target_ndims))))
+    return given[0]
+
+
+# ---- the header of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What every rank must know of a step before it posts a receive."""
+
+    rows: int
+    symbols: tuple[int, ...]  # of those that are no batch, in the spec's order
+    target_sizes: tuple[tuple[int, ...], ...]
+
+    def pack(self, device: torch.device) -> Tensor:
+        """Return the header as int64."""
+        flat = [self.rows, *self.symbols, *(size for leaf in self.target_sizes for size in leaf)]
+        return torch.tensor(flat, dtype=torch.int64, device=device)
+
+    @classmethod
+    def unpack(cls, tensor: Tensor, num_symbols: int, target_ndims: Sequence[int]) -> Header:
+        """Inverse of `pack`. Raises ShapeError when the first rank refused the batch."""
+        flat = [int(value) for value in tensor.tolist()]
+        if flat[0] < 0:
+            raise ShapeError("the pipeline's first rank refused this step's batch; its own error says why")
+        sizes, at = [], 1 + num_symbols
+        for ndim in target_ndims:
+            sizes.append(tuple(flat[at : at + ndim]))
+            at += ndim
+        return cls(flat[0], tuple(flat[1 : 1 + num_symbols]), tuple(sizes))
+
+    @staticmethod
+    def length(num_symbols: int, target_ndims: Sequence[int]) -> int:
+        """Return how many int64s a header has."""
+        return 1 + num_symbols + sum(target_ndims)

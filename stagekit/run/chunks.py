@@ -1,0 +1,116 @@
+"""Chunks of a step: graph inputs and targets cut along the batch, outputs merged again, losses weighted.
+
+Knows shapes only; pure functions of a model's spec and of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from stagekit.errors import ShapeError
+from stagekit.plan.contract import ModelSpec, OutputSpec
+
+
+def batch_rows(spec: ModelSpec, leaves: Sequence[Any]) -> int | None:
+    """Return the rows of the batch that `leaves` hold, None when no leaf that carries the batch is here.
+
+    Raises ShapeError when two inputs disagree.
+    """
+    found: tuple[str, int] | None = None
+    for declared, leaf in zip(spec.inputs, leaves, strict=True):
+        if isinstance(leaf, Tensor) and declared.split_dim is not None:
+            rows = leaf.shape[declared.split_dim]
+            if found and found[1] != rows:
+                raise ShapeError(f"{declared.name} has {rows} rows but {found[0]} has {found[1]}; one batch, one size")
+            found = found or (declared.name, rows)
+    return found[1] if found else None
+
+
+def symbol_values(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[int]) -> dict[int, dict[str, int]]:
+    """Return the symbols' values for each distinct chunk size, read off the whole inputs.
+
+    Raises ShapeError for a size outside a symbol's range, and for a fixed chunk size that differs.
+    """
+    base: dict[str, int] = {}
+    for symbol in spec.symbols:
+        leaf = leaves[symbol.graph_input]
+        if not symbol.is_batch and isinstance(leaf, Tensor):
+            base[symbol.name] = leaf.shape[symbol.dim]
+    result = {}
+    for size in set(sizes):
+        values = dict(base)
+        values.update({symbol.name: size for symbol in spec.symbols if symbol.is_batch})
+        for symbol in spec.symbols:
+            value = values.get(symbol.name)
+            if value is not None and not symbol.minimum <= value <= (symbol.maximum or value):
+                limits = f"{symbol.minimum}..{symbol.maximum or '∞'}"
+                name = spec.inputs[symbol.graph_input].name
+                raise ShapeError(
+                    f"{name} has size {value} in dimension {symbol.dim}; the model was captured for {limits}"
+                )
+        result[size] = values
+    return result
+
+
+def check_fixed_shapes(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Raise ShapeError for an input whose fixed dimensions or dtype differ from the capture's."""
+    for declared, leaf in zip(spec.inputs, leaves, strict=True):
+        if not isinstance(leaf, Tensor) or declared.tensor is None:
+            continue
+        want = declared.tensor
+        if str(leaf.dtype).removeprefix("torch.") != want.dtype:
+            raise ShapeError(f"{declared.name} is {leaf.dtype}; the model was captured with torch.{want.dtype}")
+        if leaf.ndim != len(want.shape):
+            raise ShapeError(
+                f"{declared.name} has {leaf.ndim} dimensions; the model was captured with {len(want.shape)}"
+            )
+        for dim, size in enumerate(want.shape):
+            here = {leaf.shape[dim]} if dim != declared.split_dim else set(sizes)
+            if isinstance(size, int) and here != {size}:
+                what = "chunks of" if dim == declared.split_dim else "size"
+                raise ShapeError(
+                    f"{declared.name}, dimension {dim}: {what} {sorted(here)}, but the model was captured with {size}; "
+                    "capture it with the sizes that you train with"
+                )
+
+
+def split_target(leaves: Sequence[Tensor], rows: int, sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
+    """Return, per chunk, the target's leaves: cut along dim 0 where that has the batch's rows, else whole."""
+    parts = [
+        torch.split(leaf, list(sizes), 0) if leaf.ndim and leaf.shape[0] == rows else (leaf,) * len(sizes)
+        for leaf in leaves
+    ]
+    return [tuple(part[chunk] for part in parts) for chunk in range(len(sizes))]
+
+
+def default_loss_weight(target: Any) -> float:
+    """Return the rows of a chunk's target: 1 for a scalar, 1 where there is no tensor."""
+    leaf = next((leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)), None)
+    return float(leaf.shape[0]) if leaf is not None and leaf.ndim else 1.0
+
+
+def merge_outputs(
+    specs: Sequence[OutputSpec], chunks: Sequence[Mapping[str, Tensor]], weights: Sequence[float]
+) -> list[Any]:
+    """Return the model's output leaves for the whole batch: concatenated, or the weighted mean of scalars."""
+    leaves: list[Any] = []
+    for spec in specs:
+        if spec.value is None:
+            leaves.append(spec.constant)
+            continue
+        parts = [chunk[spec.value] for chunk in chunks]
+        if spec.merge_dim is not None:
+            leaves.append(torch.cat(parts, spec.merge_dim))
+        elif parts[0].ndim == 0 and parts[0].is_floating_point():
+            total = sum(weights)
+            leaves.append(
+                sum((p * (w / total) for p, w in zip(parts, weights, strict=True)), torch.zeros_like(parts[0]))
+            )
+        else:
+            leaves.append(parts[-1])
+    return leaves

@@ -1,0 +1,141 @@
+"""Gradients over replicas and ties, bucket by bucket.
+
+A reducer is armed for a stage's last chunk only: hooks count each bucket's gradients down as that backward makes them,
+and a complete bucket's all-reduce is launched at once, strictly in bucket order, so that every rank has the same order
+of collectives. The compiled submodule of the next bucket computes meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import monotonic_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stagekit.errors import PeerError
+from stagekit.plan.contract import StageSpec
+from stagekit.run.stats import Recorder
+
+
+class BucketReducer:
+    """Sums one stage's gradients over its replicas. Gradients of earlier steps are set aside and added afterwards."""
+
+    def __init__(self, spec: StageSpec, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._stage, self._group = spec.index, group
+        self._buckets = [[parameters[name] for name in bucket.parameters] for bucket in spec.buckets]
+        self._armed = False
+        self.recorder: Recorder | None = None
+        for number, bucket in enumerate(self._buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
+
+    def _hook(self, number: int) -> Any:
+        def ready(_: Tensor) -> None:
+            if self._armed:
+                self._missing[number] -= 1
+                self._launch_complete()
+
+        return ready
+
+    def arm(self) -> None:
+        """The next backward is this stage's last of the step."""
+        self._armed = True
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._flying: list[tuple[Any, Tensor, int]] = []
+
+    def _launch_complete(self) -> None:
+        while len(self._flying) < len(self._buckets) and self._missing[len(self._flying)] <= 0:
+            self._launch(self._buckets[len(self._flying)])
+
+    def _launch(self, bucket: Sequence[nn.Parameter]) -> None:
+        for parameter in bucket:
+            if parameter.grad is None:  # unused in every chunk: zero, as on the replicas that did use it
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket if parameter.grad is not None])
+        started = monotonic_ns()
+        self._flying.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, started))
+
+    def finish(self) -> None:
+        """Block until every bucket is summed, and write the sums into the parameters' gradients."""
+        if not self._armed:
+            self.arm()
+        self._armed = False
+        while len(self._flying) < len(self._buckets):
+            self._launch(self._buckets[len(self._flying)])
+        for number, (bucket, (work, flat, started)) in enumerate(zip(self._buckets, self._flying, strict=True)):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerError(f"gradient all-reduce of stage {self._stage}: {error}") from error
+            if self.recorder is not None:
+                self.recorder.reduce.append((self._stage, number, started, monotonic_ns()))
+            for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(part.view_as(parameter.grad))
+
+
+class TieGroup:
+    """Copies of the same weights on several stages: their gradients are summed, on this rank and over ranks."""
+
+    def __init__(self, copies: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup | None) -> None:
+        self._copies, self._group = copies, group  # per weight, its copies on this rank
+
+    def finish(self) -> None:
+        """Block until every copy's gradient is the sum over all copies."""
+        for copies in self._copies:
+            total = torch.zeros_like(copies[0])
+            for copy in copies:
+                if copy.grad is not None:
+                    total += copy.grad
+            if self._group is not None:
+                dist.all_reduce(total, group=self._group)
+            for copy in copies:
+                copy.grad = total.clone()
+
+
+class GradientSums:
+    """All reductions of one rank, and the gradients that earlier steps left."""
+
+    def __init__(
+        self,
+        reducers: Mapping[int, BucketReducer],
+        ties: Mapping[int, TieGroup],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self._reducers, self._ties = dict(reducers), dict(ties)
+        self._parameters = list(parameters) if reducers or ties else []
+        self._earlier: list[Tensor | None] = []
+
+    def attach(self, recorder: Recorder) -> None:
+        """Let every reducer record its launches."""
+        for reducer in self._reducers.values():
+            reducer.recorder = recorder
+
+    def begin(self) -> None:
+        """Set aside what `.grad` holds already: only this step's gradients are summed."""
+        self._earlier = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def end(self) -> None:
+        """Add the earlier gradients again."""
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        self._earlier = []
+
+    def arm(self, stage: int) -> None:
+        """The next backward of `stage` is its last."""
+        if stage in self._reducers:
+            self._reducers[stage].arm()
+
+    def finish(self, stage: int) -> None:
+        """Block until the gradients of `stage` are summed over its replicas."""
+        self._reducers[stage].finish()
+
+    def tie_sum(self, group: int) -> None:
+        """Block until tie group number `group` is summed."""
+        self._ties[group].finish()

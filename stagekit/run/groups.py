@@ -1,0 +1,139 @@
+"""Process groups of a deployed pipeline: world rank = replica × pipeline ranks + pipeline rank.
+
+The group that is handed in is the world; a pipeline group joins the ranks of one replica, a replicas group the ranks
+that hold the same stages. Without a process group there is one rank and nothing to communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagekit.errors import BugError, PeerError
+from stagekit.run.layout import TAG_CLOCK
+from stagekit.run.transport import GlooTransport, NcclTransport, Transport
+
+CLOCK_ROUNDS = 8
+
+
+class NoTransport:
+    """For a single rank: nothing is ever sent."""
+
+    def post_send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        raise BugError("a single rank has nobody to send to")
+
+    def post_recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        raise BugError("a single rank has nobody to receive from")
+
+    def wait(self, work: Any, peer: int) -> None:
+        raise BugError("a single rank has nobody to wait for")
+
+
+class Groups:
+    """This rank's place and its communicators. Made on every rank of the world in the same order."""
+
+    def __init__(
+        self, pipeline_ranks: int, replicas: int, group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        self._world: dist.ProcessGroup | None = None
+        self.pipeline: dist.ProcessGroup | None = None
+        self.replicas: dist.ProcessGroup | None = None
+        self.comm_device = torch.device("cpu")
+        self.global_rank = self.pipeline_rank = self.replica = 0
+        self._transport: Transport = NoTransport()
+        if not dist.is_initialized():
+            return
+        self._world = group or dist.group.WORLD
+        members = dist.get_process_group_ranks(self._world)
+        self.global_rank = dist.get_rank(self._world)
+        self.replica, self.pipeline_rank = divmod(self.global_rank, pipeline_ranks)
+        is_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend(self._world))
+        self.comm_device = device if is_nccl else torch.device("cpu")
+        rows = [members[r * pipeline_ranks : (r + 1) * pipeline_ranks] for r in range(replicas)]
+        self._members = rows[self.replica]
+        if pipeline_ranks > 1:
+            self.pipeline = self._world if replicas == 1 else _new_group(self._members)
+            self._transport = self._make_transport(is_nccl)
+        if replicas > 1:
+            self.replicas = _new_group([row[self.pipeline_rank] for row in rows])
+
+    def _make_transport(self, is_nccl: bool) -> Transport:
+        assert self.pipeline is not None
+        if not is_nccl:
+            return GlooTransport(self.pipeline)
+        return NcclTransport(_new_group(self._members), _new_group(self._members), self.pipeline_rank)
+
+    def transport(self) -> Transport:
+        """Return the point-to-point transport of this rank's pipeline."""
+        return self._transport
+
+    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return a group of these pipeline ranks for a member, None for others and for a single rank."""
+        if len(ranks) < 2 or self.pipeline_rank not in ranks or self.pipeline is None:
+            return None
+        return _new_group([self._members[rank] for rank in ranks])
+
+    def barrier(self) -> None:
+        """Wait for every rank of the world."""
+        if self._world is not None:
+            dist.barrier(group=self._world)
+
+    def sum_over_world(self, tensor: Tensor) -> Any:
+        """Start summing `tensor` over every rank, in place; returns the work to wait for, None for a single rank."""
+        if self._world is None or dist.get_world_size(self._world) == 1:
+            return None
+        try:
+            return dist.all_reduce(tensor, group=self._world, async_op=True)
+        except RuntimeError as error:
+            raise PeerError(f"exchange of the step's status: {error}") from error
+
+    def share_clock_base(self) -> int:
+        """Return rank 0's clock, on every rank: times are sent relative to it."""
+        base = torch.tensor(
+            [monotonic_ns() if self.global_rank == 0 else 0], dtype=torch.int64, device=self.comm_device
+        )
+        if self._world is not None:
+            dist.all_reduce(base, group=self._world)
+        return int(base)
+
+    def measure_clock(self) -> int:
+        """Return this rank's clock minus pipeline rank 0's, in ns; the error is at most half the fastest round trip.
+
+        Cristian's algorithm, rank after rank.
+        """
+        if self.pipeline is None:
+            return 0
+        peers = range(1, dist.get_world_size(self.pipeline)) if self.pipeline_rank == 0 else [0]
+        best: tuple[int, int] | None = None
+        for peer in peers:
+            for _ in range(CLOCK_ROUNDS):
+                if self.pipeline_rank == 0:
+                    self._receive_int(peer)
+                    self._send_int(monotonic_ns(), peer)
+                else:
+                    sent = monotonic_ns()
+                    self._send_int(sent, 0)
+                    theirs = self._receive_int(0)
+                    received = monotonic_ns()
+                    best = min(best or (received - sent, 0), (received - sent, (sent + received) // 2 - theirs))
+        return best[1] if best else 0
+
+    def _send_int(self, value: int, peer: int) -> None:
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.comm_device)
+        self._transport.wait(self._transport.post_send(tensor, peer, TAG_CLOCK), peer)
+
+    def _receive_int(self, peer: int) -> int:
+        tensor = torch.empty(1, dtype=torch.int64, device=self.comm_device)
+        self._transport.wait(self._transport.post_recv(tensor, peer, TAG_CLOCK), peer)
+        return int(tensor)
+
+
+def _new_group(members: Sequence[int]) -> dist.ProcessGroup:
+    group = dist.new_group(list(members), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

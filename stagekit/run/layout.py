@@ -1,0 +1,85 @@
+"""Where everything is: what one rank needs to know of the cut model to exchange values with the others.
+
+Derived once from the spec, the placement and the agreement on who passes which argument; immutable afterwards.
+Sizes are looked up per chunk size (`ChunkShapes`), since a remainder chunk is smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from stagekit.plan.contract import Edge, ModelSpec, TensorSpec
+from stagekit.plan.shapes import evaluate
+
+Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
+
+TAG_HEADER, TAG_CLOCK, TAG_INPUTS, TAG_VALUES = 1, 2, 16, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The cut model on its pipeline ranks."""
+
+    spec: ModelSpec
+    stage_ranks: tuple[int, ...]
+    rank: int  # of this process in its pipeline
+    num_chunks: int
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """Stages of this rank, ascending."""
+        return tuple(s for s, r in enumerate(self.stage_ranks) if r == self.rank)
+
+    @property
+    def last_stage(self) -> int:
+        """The stage that computes the loss."""
+        return len(self.stage_ranks) - 1
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the last stage."""
+        return self.stage_ranks[-1]
+
+    def edges_between(self, source: int, target: int, *, gradients: bool = False) -> tuple[Edge, ...]:
+        """Return the values that go from one stage to another, or those whose gradients come back."""
+        return tuple(
+            edge
+            for edge in self.spec.edges
+            if edge.source == source and target in edge.targets and (edge.tensor.requires_grad or not gradients)
+        )
+
+    def tag(self, source: int, target: int, chunk: int, index: int, *, gradients: bool) -> int:
+        """Return a number that no other transfer between the same two ranks has in a step."""
+        route = (source * len(self.stage_ranks) + target) * 2 + gradients
+        return TAG_VALUES + (route * self.num_chunks + chunk) * 64 + index
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype for the contract's name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def concrete(tensor: TensorSpec, symbols: Mapping[str, int]) -> Shape:
+    """Return shape, stride and dtype of `tensor` for these symbol values."""
+    return (
+        tuple(evaluate(dim, symbols) for dim in tensor.shape),
+        tuple(evaluate(dim, symbols) for dim in tensor.stride),
+        torch_dtype(tensor.dtype),
+    )
+
+
+class ChunkShapes:
+    """Shape of every edge for one chunk size."""
+
+    def __init__(self, spec: ModelSpec, symbols: Mapping[str, int]) -> None:
+        self.symbols = dict(symbols)
+        self._edges = {edge.value: concrete(edge.tensor, symbols) for edge in spec.edges}
+
+    def edge(self, value: str) -> Shape:
+        """Return the shape of the edge called `value`."""
+        return self._edges[value]

@@ -1,0 +1,140 @@
+"""All ranks of one pipeline in one thread: the executors of every rank, walked in the verified order.
+
+Every wait is already satisfied when it comes, so nothing can deadlock and every run is the same. For tests, notebooks
+and debuggers; called by stagekit.testing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stagekit.errors import UserError
+from stagekit.plan.lowering import lower, receive_window, routes_of
+from stagekit.plan.plan import Plan
+from stagekit.plan.schedules import compute_order
+from stagekit.plan.shapes import chunk_sizes
+from stagekit.plan.verify import verify
+from stagekit.run import chunks as chunking
+from stagekit.run.data_parallel import GradientSums, TieGroup
+from stagekit.run.executor import Executor, Step
+from stagekit.run.inputs import InputExchange
+from stagekit.run.layout import ChunkShapes, Placement
+from stagekit.run.loss import LossRunner
+from stagekit.run.runtime import RunOptions, StageSource, tied_names
+from stagekit.run.stage import StageRunner
+from stagekit.run.transport import Transport
+from stagekit.run.warmup import warm_up
+
+
+class LocalRun:
+    """The executors of all ranks over one in-process transport."""
+
+    def __init__(
+        self, source: StageSource, plan: Plan, options: RunOptions, transport: Callable[[int], Transport]
+    ) -> None:
+        self._source, self._plan, self._options = source, plan, options
+        self._transport = transport
+        device = torch.device("cpu")
+        edges = {edge.value: edge for edge in plan.model.edges}
+        last = len(plan.stage_ranks) - 1
+        self._runners = {
+            spec.index: StageRunner(
+                spec,
+                source.stage_module(spec.index, device=device, compile=plan.compile),
+                edges,
+                recompute=plan.recompute and spec.index != last,
+            )
+            for spec in plan.model.stages
+        }
+        if plan.compile != "eager":
+            for runner in self._runners.values():
+                warm_up(runner, plan.model, device)
+        self.step_number = 0
+
+    def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> tuple[float, Any]:
+        """Run one step; return the loss and the merged output."""
+        if target is None:
+            raise UserError("run_local needs a target")
+        leaves = self._source.flatten_inputs(args, kwargs)
+        rows = chunking.batch_rows(self._plan.model, leaves)
+        if rows is None:
+            raise UserError("no argument carries the batch")
+        step = self._make_step(leaves, rows)
+        target_leaves, tree = pytree.tree_flatten(target)
+        executors = self._executors(leaves, target_leaves, tree)
+        for executor in executors:
+            executor.begin(step)
+        for rank, position in self._plan.extension:
+            executors[rank].perform(position)
+        for executor in executors:
+            executor.finish()
+        self._tie_sums()
+        self.step_number += 1
+        loss = self._loss
+        output = chunking.merge_outputs(self._plan.model.outputs, step.outputs, loss.weights)
+        return loss.result(), self._source.unflatten_output(output)
+
+    def _make_step(self, leaves: Sequence[Any], rows: int) -> Step:
+        spec = self._plan.model
+        sizes = chunk_sizes(rows, self._plan.num_chunks)
+        chunking.check_fixed_shapes(spec, leaves, sizes)
+        symbols = chunking.symbol_values(spec, leaves, sizes)
+        shapes = {size: ChunkShapes(spec, values) for size, values in symbols.items()}
+        return Step(self.step_number, self._options.seed, 0, sizes, shapes, keep_output=True)
+
+    def _executors(self, leaves: Sequence[Any], target: Sequence[Tensor], tree: Any) -> list[Executor]:
+        plan, device = self._plan, torch.device("cpu")
+        routes = routes_of(plan.model)
+        orders = compute_order(plan.schedule, plan.stage_ranks, plan.num_ranks, plan.num_chunks)
+        lists = lower(orders, plan.stage_ranks, routes, window=receive_window(plan.schedule))
+        verify(lists, plan.stage_ranks, plan.num_chunks, routes)
+        executors = []
+        for rank in range(plan.num_ranks):
+            placement = Placement(plan.model, plan.stage_ranks, rank, plan.num_chunks)
+            transport = self._transport(rank)
+            inputs = InputExchange(plan.model, {}, plan.stage_ranks, rank, transport, device)
+            inputs.begin(leaves, target, [], [])
+            loss = None
+            if rank == placement.last_rank:
+                loss = self._loss = LossRunner(
+                    plan.model,
+                    inputs,
+                    tree,
+                    self._source.unflatten_output,
+                    self._options.loss_fn,
+                    self._options.loss_weight,
+                    None,
+                )
+            runners = {stage: self._runners[stage] for stage in placement.own_stages}
+            sums = _NoSums({}, {}, [])
+            executors.append(Executor(placement, lists[rank], runners, transport, inputs, loss, sums, device))
+        return executors
+
+    def _tie_sums(self) -> None:
+        for stages in routes_of(self._plan.model).ties:
+            modules = {stage: dict(self._runners[stage].module.named_parameters()) for stage in stages}
+            names = tied_names(self._plan.model, stages)
+            TieGroup([[modules[stage][name] for stage in stages] for name in names], None).finish()
+
+    def _named(self, of: Callable[[nn.Module], Any]) -> dict[str, Any]:
+        return {name: value for runner in self._runners.values() for name, value in of(runner.module)}
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return every parameter's gradient by its name in the unsplit model."""
+        return {name: p.grad for name, p in self._named(lambda module: module.named_parameters()).items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return every buffer by its name in the unsplit model."""
+        return self._named(lambda module: module.named_buffers())
+
+
+class _NoSums(GradientSums):
+    """Ties are summed after the walk, when every rank's gradients exist."""
+
+    def tie_sum(self, group: int) -> None:
+        """Nothing yet."""
