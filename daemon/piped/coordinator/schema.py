@@ -1,0 +1,171 @@
+"""The store's tables, with the impossible made impossible, and how frozen data becomes rows and back.
+
+Nested data is kept as JSON in one column; what a query or a constraint needs has a column of its own. Called by
+`store` alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from piped.core.model import (
+    Attempt,
+    AttemptState,
+    Failure,
+    FailureReason,
+    Job,
+    JobSpec,
+    JobState,
+    Node,
+    NodeState,
+    RankPlacement,
+    Slot,
+    Worker,
+    WorkerReport,
+    WorkerState,
+)
+
+VERSION = 1
+
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE nodes (
+  node_id TEXT PRIMARY KEY, node_name TEXT NOT NULL, host_key TEXT NOT NULL, incarnation INTEGER NOT NULL,
+  state TEXT NOT NULL, version TEXT NOT NULL, data_address TEXT NOT NULL, metrics_address TEXT NOT NULL,
+  slots TEXT NOT NULL) STRICT;
+CREATE UNIQUE INDEX one_live_node_per_name ON nodes (node_name) WHERE state != 'lost';
+CREATE TABLE jobs (
+  job_id TEXT PRIMARY KEY, name TEXT NOT NULL, state TEXT NOT NULL, spec TEXT NOT NULL, payload BLOB NOT NULL,
+  submit_seq INTEGER NOT NULL UNIQUE, submitted_s REAL NOT NULL, pending_reason TEXT NOT NULL,
+  attempt INTEGER NOT NULL, fence INTEGER NOT NULL, aborts INTEGER NOT NULL, started_s REAL, finished_s REAL,
+  failure TEXT, event_seq INTEGER NOT NULL) STRICT;
+CREATE UNIQUE INDEX one_live_job_per_name ON jobs (name) WHERE state NOT IN ('succeeded', 'failed', 'cancelled');
+CREATE TABLE submissions (
+  request_id TEXT PRIMARY KEY, spec_hash TEXT NOT NULL, job_id TEXT NOT NULL REFERENCES jobs, at_s REAL NOT NULL) STRICT;
+CREATE TABLE attempts (
+  fence INTEGER PRIMARY KEY, job_id TEXT NOT NULL REFERENCES jobs, attempt INTEGER NOT NULL, state TEXT NOT NULL,
+  created_s REAL NOT NULL, prepared_nodes TEXT NOT NULL, store_endpoint TEXT NOT NULL, plan BLOB NOT NULL,
+  stop_trigger TEXT NOT NULL, outcome TEXT, grace_s REAL NOT NULL, verdict TEXT, UNIQUE (job_id, attempt)) STRICT;
+CREATE UNIQUE INDEX one_live_attempt_per_job ON attempts (job_id)
+  WHERE state NOT IN ('succeeded', 'failed', 'cancelled', 'aborted');
+CREATE TABLE placements (
+  fence INTEGER NOT NULL REFERENCES attempts, rank INTEGER NOT NULL, replica INTEGER NOT NULL, stages TEXT NOT NULL,
+  node_id TEXT NOT NULL REFERENCES nodes, node_name TEXT NOT NULL, slot TEXT NOT NULL, PRIMARY KEY (fence, rank)) STRICT;
+CREATE TABLE reservations (
+  node_id TEXT NOT NULL REFERENCES nodes, slot_index INTEGER NOT NULL, fence INTEGER NOT NULL REFERENCES attempts,
+  PRIMARY KEY (node_id, slot_index)) STRICT;
+CREATE TABLE workers (
+  fence INTEGER NOT NULL REFERENCES attempts, rank INTEGER NOT NULL, state TEXT NOT NULL, pid INTEGER NOT NULL,
+  starttime INTEGER NOT NULL, has_joined INTEGER NOT NULL, is_done INTEGER NOT NULL, report TEXT, exit_code INTEGER, exit_signal INTEGER,
+  by_supervisor INTEGER NOT NULL, failed_boottime_ns INTEGER NOT NULL, log_tail TEXT NOT NULL,
+  PRIMARY KEY (fence, rank)) STRICT;
+CREATE TABLE events (
+  event_seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, name TEXT NOT NULL, reason TEXT NOT NULL, job_id TEXT NOT NULL,
+  node_name TEXT NOT NULL) STRICT;
+CREATE INDEX events_of_job ON events (job_id, event_seq);
+CREATE TABLE artifacts (sha256 TEXT PRIMARY KEY, size_bytes INTEGER NOT NULL, at_s REAL NOT NULL) STRICT;
+"""
+
+Row = dict[str, Any]
+
+
+def node_row(node: Node) -> Row:
+    row = {name: getattr(node, name) for name in ("node_id", "node_name", "host_key", "incarnation", "version")}
+    row |= {"data_address": node.data_address, "metrics_address": node.metrics_address, "state": node.state.value}
+    return row | {"slots": json.dumps([asdict(each) for each in node.slots])}
+
+
+def node_from(row: Row) -> Node:
+    slots = tuple(Slot(**each) for each in json.loads(row["slots"]))
+    return Node(**{**row, "state": NodeState(row["state"]), "slots": slots})
+
+
+def job_row(job: Job) -> Row:
+    spec = asdict(job.spec)
+    payload = spec.pop("payload")
+    scalars = ("job_id", "submit_seq", "submitted_s", "pending_reason", "attempt", "fence", "aborts", "event_seq")
+    row = {name: getattr(job, name) for name in (*scalars, "started_s", "finished_s")}
+    row |= {"name": job.spec.name, "state": job.state.value, "spec": json.dumps(spec), "payload": payload}
+    return row | {"failure": _failure_text(job.failure)}
+
+
+def job_from(row: Row) -> Job:
+    row = dict(row)
+    row.pop("name")
+    spec = json.loads(row["spec"])
+    spec["env"] = tuple((name, value) for name, value in spec["env"])
+    row["spec"] = JobSpec(**spec, payload=row.pop("payload"))
+    return Job(**{**row, "state": JobState(row["state"]), "failure": _failure_from(row["failure"])})
+
+
+def attempt_row(attempt: Attempt) -> Row:
+    scalars = ("fence", "job_id", "attempt", "created_s", "store_endpoint", "plan", "stop_trigger", "grace_s")
+    row = {name: getattr(attempt, name) for name in scalars}
+    row |= {"state": attempt.state.value, "outcome": attempt.outcome.value if attempt.outcome else None}
+    return row | {
+        "prepared_nodes": json.dumps(sorted(attempt.prepared_nodes)),
+        "verdict": _failure_text(attempt.verdict),
+    }
+
+
+def attempt_from(row: Row, placement: tuple[RankPlacement, ...], workers: tuple[Worker, ...]) -> Attempt:
+    return Attempt(
+        **{
+            **row,
+            "state": AttemptState(row["state"]),
+            "outcome": AttemptState(row["outcome"]) if row["outcome"] else None,
+            "prepared_nodes": frozenset(json.loads(row["prepared_nodes"])),
+            "verdict": _failure_from(row["verdict"]),
+            "placement": placement,
+            "workers": workers,
+        }
+    )
+
+
+def placement_row(fence: int, placed: RankPlacement) -> Row:
+    row = {name: getattr(placed, name) for name in ("rank", "replica", "node_id", "node_name")}
+    return row | {"fence": fence, "stages": json.dumps(placed.stages), "slot": json.dumps(asdict(placed.slot))}
+
+
+def placement_from(row: Row) -> RankPlacement:
+    row = {name: value for name, value in row.items() if name != "fence"}
+    return RankPlacement(**{**row, "stages": tuple(json.loads(row["stages"])), "slot": Slot(**json.loads(row["slot"]))})
+
+
+def worker_row(fence: int, worker: Worker) -> Row:
+    scalars = ("rank", "pid", "starttime", "exit_code", "exit_signal", "failed_boottime_ns", "log_tail")
+    row = {name: getattr(worker, name) for name in scalars}
+    row |= {"fence": fence, "state": worker.state.value}
+    return row | {
+        "has_joined": int(worker.has_joined),
+        "is_done": int(worker.is_done),
+        "by_supervisor": int(worker.by_supervisor),
+        "report": json.dumps(asdict(worker.report)) if worker.report else None,
+    }
+
+
+def worker_from(row: Row) -> Worker:
+    row = {name: value for name, value in row.items() if name != "fence"}
+    return Worker(
+        **{
+            **row,
+            "state": WorkerState(row["state"]),
+            "has_joined": bool(row["has_joined"]),
+            "is_done": bool(row["is_done"]),
+            "by_supervisor": bool(row["by_supervisor"]),
+            "report": WorkerReport(**json.loads(row["report"])) if row["report"] else None,
+        }
+    )
+
+
+def _failure_text(failure: Failure | None) -> str | None:
+    return json.dumps(asdict(failure)) if failure else None
+
+
+def _failure_from(text: str | None) -> Failure | None:
+    if not text:
+        return None
+    fields = json.loads(text)
+    return Failure(**{**fields, "reason": FailureReason(fields["reason"]), "stages": tuple(fields["stages"])})

@@ -1,0 +1,318 @@
+"""Attempt lifecycle: from reserved slots to nodes that hold nothing of it any more.
+
+A fact changes what is known of a worker; then `_judge` decides whether the attempt runs, has succeeded or must stop.
+`stop_trigger` and `outcome` are written once. STOPPING ends when every node of the attempt has reported it empty;
+nodes that are LOST are not waited for, but their slots stay reserved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from piped.core import events, jobs, root_cause
+from piped.core.draft import Draft
+from piped.core.effects import ArmStartDeadline, SendDesired
+from piped.core.model import (
+    Attempt,
+    AttemptState,
+    Job,
+    JobState,
+    NodeState,
+    RankPlacement,
+    Worker,
+    WorkerState,
+)
+from piped.errors import IllegalTransition
+
+_A = AttemptState
+NEXT: dict[AttemptState, frozenset[AttemptState]] = {  # what is not in a row is illegal, and raises
+    _A.RESERVED: frozenset({_A.PREPARING}),
+    _A.PREPARING: frozenset({_A.PREPARED, _A.STOPPING}),
+    _A.PREPARED: frozenset({_A.COMMITTED}),
+    _A.COMMITTED: frozenset({_A.RUNNING, _A.STOPPING}),
+    _A.RUNNING: frozenset({_A.STOPPING}),
+    _A.STOPPING: frozenset({_A.SUCCEEDED, _A.FAILED, _A.CANCELLED, _A.ABORTED}),
+    _A.SUCCEEDED: frozenset(),
+    _A.FAILED: frozenset(),
+    _A.CANCELLED: frozenset(),
+    _A.ABORTED: frozenset(),
+}
+IGNORED = "ignored: the node holds no live rank of that fence"
+_ORDER = {each: index for index, each in enumerate(WorkerState)}
+
+
+def move(attempt: Attempt, to: AttemptState) -> Attempt:
+    """Return `attempt` in state `to`. Raises IllegalTransition when NEXT has no such step."""
+    if to not in NEXT[attempt.state]:
+        raise IllegalTransition(
+            f"attempt {attempt.attempt} of job {attempt.job_id} (fence {attempt.fence}): "
+            f"{attempt.state.value} -> {to.value} is not allowed"
+        )
+    return replace(attempt, state=to)
+
+
+def reserve(draft: Draft, job: Job, placed: tuple[RankPlacement, ...]) -> None:
+    """Write a new attempt with its fence, its final placement and its slots, and have its nodes prepare."""
+    fence = draft.next_fence()
+    workers = tuple(Worker(each.rank) for each in placed)
+    attempt = Attempt(fence, job.job_id, job.attempt + 1, _A.RESERVED, placed, workers, draft.now_s)
+    for each in placed:
+        draft.reserve((each.node_id, each.slot.index), fence)
+    draft.put_attempt(move(attempt, _A.PREPARING))
+    draft.put_job(
+        replace(jobs.move(job, JobState.STARTING, draft.now_s), attempt=attempt.attempt, fence=fence),
+    )
+    names = ", ".join(dict.fromkeys(each.node_name for each in placed))
+    draft.record("job_placed", f"attempt {attempt.attempt}, fence {fence}, on {names}", job_id=job.job_id)
+    draft.add_effect(ArmStartDeadline(fence))
+    draft.send_desired(attempt)
+
+
+def cancel(draft: Draft, job: Job) -> bool:
+    """Stop the job's attempt with grace; False: it fails already, and the job with it."""
+    attempt = draft.attempts[job.fence]
+    if attempt.state is not _A.STOPPING:
+        jobs.start_cancelling(draft, job)
+        _stop(draft, attempt, _A.CANCELLED, "cancelled by request", grace_s=float(job.spec.grace_s))
+        return True
+    if attempt.outcome is _A.ABORTED:
+        jobs.start_cancelling(draft, job)
+        return True
+    return False
+
+
+def prepared(draft: Draft, event: events.AttemptPrepared) -> str:
+    attempt = _of_node(draft, event.node_id, event.fence)
+    if attempt is None or attempt.state is not _A.PREPARING:
+        return IGNORED
+    attempt = replace(attempt, prepared_nodes=attempt.prepared_nodes | {event.node_id})
+    draft.put_attempt(attempt)
+    if not attempt.prepared_nodes.issuperset(attempt.node_ids):
+        return "prepared; others are not yet"
+    attempt = move(move(attempt, _A.PREPARED), _A.COMMITTED)
+    draft.put_attempt(attempt)
+    draft.record("job_committed", "every node is prepared; workers may start", job_id=attempt.job_id)
+    draft.add_effect(ArmStartDeadline(attempt.fence))
+    draft.send_desired(attempt)
+    return "every node is prepared"
+
+
+def refused(draft: Draft, event: events.PrepareRefused) -> str:
+    attempt = _of_node(draft, event.node_id, event.fence)
+    if attempt is None or attempt.state is not _A.PREPARING:
+        return IGNORED
+    reason = f"node {draft.nodes[event.node_id].node_name} could not prepare: {event.message}"
+    _stop(draft, attempt, _A.ABORTED, reason, grace_s=0.0)
+    return reason
+
+
+def start_deadline_passed(draft: Draft, event: events.StartDeadlinePassed) -> str:
+    attempt = draft.attempts.get(event.fence)
+    if attempt is None or attempt.state not in (_A.PREPARING, _A.COMMITTED):
+        return "the attempt is past its start"
+    if attempt.state is _A.PREPARING:
+        late = {each.node_name for each in attempt.placement if each.node_id not in attempt.prepared_nodes}
+        reason = f"not prepared before the start deadline: {', '.join(sorted(late))}"
+        _stop(draft, attempt, _A.ABORTED, reason, grace_s=0.0)
+        return reason
+    reason = f"{root_cause.START_TIMEOUT}: not every rank joined before the start deadline"
+    _stop(draft, attempt, _A.FAILED, reason, grace_s=0.0)
+    return reason
+
+
+def store_listened(draft: Draft, event: events.StoreListened) -> str:
+    attempt = _of_node(draft, event.node_id, event.fence)
+    if attempt is None or attempt.is_terminal or attempt.store_endpoint == event.endpoint:
+        return IGNORED
+    draft.put_attempt(replace(attempt, store_endpoint=event.endpoint))
+    draft.record("store_listens", event.endpoint, job_id=attempt.job_id)
+    draft.send_desired(attempt)
+    return "the store listens"
+
+
+def plan_reported(draft: Draft, event: events.PlanReported) -> str:
+    attempt = _of_node(draft, event.node_id, event.fence)
+    if attempt is None or attempt.plan == event.plan:
+        return IGNORED
+    draft.put_attempt(replace(attempt, plan=event.plan))
+    draft.record("plan_reported", "rank 0 planned the stages", job_id=attempt.job_id)
+    return "planned"
+
+
+def worker_fact(draft: Draft, event: events.WorkerFact) -> str:
+    """Take one fact about one rank into account."""
+    attempt = _of_node(draft, event.node_id, event.fence)
+    if attempt is None or not _is_of_node(attempt, event.rank, event.node_id) or attempt.is_terminal:
+        return IGNORED
+    before = attempt.workers[event.rank]
+    worker = _advance(before, event)
+    if worker == before:
+        return "known already"
+    attempt = _with_worker(attempt, worker)
+    draft.put_attempt(attempt)
+    name, reason = _account(event)
+    node_name = attempt.placement[event.rank].node_name
+    draft.record(name, f"rank {event.rank}: {reason}", job_id=attempt.job_id, node_name=node_name)
+    _judge(draft, attempt)
+    return reason
+
+
+def emptied(draft: Draft, event: events.AttemptEmptied) -> str:
+    """Free the node's slots; ranks that had not ended are gone."""
+    attempt = _of_node(draft, event.node_id, event.fence)
+    if attempt is None or not draft.release(event.node_id, event.fence):
+        return IGNORED
+    draft.add_effect(SendDesired(event.node_id))
+    node_name = draft.nodes[event.node_id].node_name
+    draft.record("attempt_empty", f"fence {event.fence}", job_id=attempt.job_id, node_name=node_name)
+    if attempt.state is _A.PREPARING:
+        _stop(draft, attempt, _A.ABORTED, f"node {node_name} dropped the attempt before its start", grace_s=0.0)
+    elif attempt.state in (_A.COMMITTED, _A.RUNNING):
+        lose_ranks(draft, attempt, event.node_id)
+    else:
+        settle(draft, attempt)
+    return "the node holds nothing of the fence"
+
+
+def lose_ranks(draft: Draft, attempt: Attempt, node_id: str) -> None:
+    """Mark the node's ranks that have not ended as LOST."""
+    lost = [each.rank for each in attempt.placement if each.node_id == node_id]
+    lost = [rank for rank in lost if not attempt.workers[rank].has_ended]
+    for rank in lost:
+        attempt = _with_worker(attempt, replace(attempt.workers[rank], state=WorkerState.LOST))
+    if lost:
+        draft.put_attempt(attempt)
+        reason = f"ranks {', '.join(map(str, lost))} have neither a shim nor an exit record"
+        draft.record("workers_lost", reason, job_id=attempt.job_id, node_name=draft.nodes[node_id].node_name)
+        _judge(draft, attempt)
+
+
+def node_lost(draft: Draft, node_id: str) -> None:
+    """Abort what was not started yet, and stop waiting for the node; running workers are left alone."""
+    node_name = draft.nodes[node_id].node_name
+    for fence in {holder for key, holder in draft.reservations.items() if key[0] == node_id}:
+        attempt = draft.attempts[fence]
+        if attempt.state is _A.PREPARING:
+            _stop(draft, attempt, _A.ABORTED, f"node {node_name} was lost before the start", grace_s=0.0)
+        elif attempt.state is _A.STOPPING:
+            settle(draft, attempt)
+
+
+def settle(draft: Draft, attempt: Attempt) -> None:
+    """End a STOPPING attempt, and its job with it, once no node has to be waited for."""
+    if attempt.state is not _A.STOPPING:
+        return
+    holders = {key[0] for key, fence in draft.reservations.items() if fence == attempt.fence}
+    if any(draft.nodes[node_id].state is not NodeState.LOST for node_id in holders):
+        return
+    outcome = attempt.outcome
+    assert outcome is not None
+    if outcome is _A.FAILED:
+        attempt = replace(attempt, verdict=root_cause.judge(attempt, draft.nodes))
+    attempt = move(attempt, outcome)
+    draft.put_attempt(attempt)
+    draft.has_queue_changed = True
+    job = draft.jobs[attempt.job_id]
+    if job.is_terminal:
+        draft.record("attempt_ended", f"fence {attempt.fence} {attempt.state.value}", job_id=job.job_id)
+    elif job.state is JobState.CANCELLING:
+        jobs.end(draft, job.job_id, JobState.CANCELLED, attempt.stop_trigger)
+    elif attempt.state is _A.ABORTED:
+        jobs.requeue(draft, job.job_id, attempt.stop_trigger)
+    else:
+        assert attempt.verdict is not None
+        jobs.end(draft, job.job_id, JobState.FAILED, attempt.verdict.message, attempt.verdict)
+
+
+def _stop(draft: Draft, attempt: Attempt, outcome: AttemptState, trigger: str, *, grace_s: float) -> None:
+    attempt = replace(move(attempt, _A.STOPPING), outcome=outcome, stop_trigger=trigger, grace_s=grace_s)
+    if outcome is _A.FAILED:
+        attempt = replace(attempt, verdict=root_cause.judge(attempt, draft.nodes))
+    draft.put_attempt(attempt)
+    draft.record("attempt_stopping", trigger, job_id=attempt.job_id)
+    draft.send_desired(attempt)
+    settle(draft, attempt)
+
+
+def _judge(draft: Draft, attempt: Attempt) -> None:
+    """Decide what the workers' states mean for the attempt."""
+    if attempt.state is _A.STOPPING and attempt.outcome is _A.FAILED:
+        draft.put_attempt(replace(attempt, verdict=root_cause.judge(attempt, draft.nodes)))
+        return
+    if attempt.state not in (_A.COMMITTED, _A.RUNNING):
+        return
+    failed = next((each for each in attempt.workers if each.has_failed), None)
+    if failed is not None:
+        _stop(draft, attempt, _A.FAILED, f"rank {failed.rank} failed", grace_s=0.0)
+        return
+    if attempt.state is _A.COMMITTED and all(each.has_joined for each in attempt.workers):
+        attempt = move(attempt, _A.RUNNING)
+        draft.put_attempt(attempt)
+        draft.put_job(jobs.move(draft.jobs[attempt.job_id], JobState.RUNNING, draft.now_s))
+        draft.record("job_running", f"all {len(attempt.workers)} ranks joined", job_id=attempt.job_id)
+    if all(each.has_succeeded for each in attempt.workers):
+        jobs.end(draft, attempt.job_id, JobState.SUCCEEDED, "every rank said done and exited 0")
+        _stop(draft, attempt, _A.SUCCEEDED, "every rank succeeded", grace_s=0.0)
+
+
+def _of_node(draft: Draft, node_id: str, fence: int) -> Attempt | None:
+    """Return the attempt of `fence` if a part of it was placed on the node."""
+    attempt = draft.attempts.get(fence)
+    return attempt if attempt is not None and node_id in attempt.node_ids else None
+
+
+def _is_of_node(attempt: Attempt, rank: int, node_id: str) -> bool:
+    return 0 <= rank < len(attempt.placement) and attempt.placement[rank].node_id == node_id
+
+
+def _with_worker(attempt: Attempt, worker: Worker) -> Attempt:
+    workers = (*attempt.workers[: worker.rank], worker, *attempt.workers[worker.rank + 1 :])
+    return replace(attempt, workers=workers)
+
+
+def _advance(worker: Worker, event: events.WorkerFact) -> Worker:
+    """Return `worker` with the fact; states only grow, and what was reported first stands."""
+    match event:
+        case events.WorkerSpawned():
+            return replace(_raise(worker, WorkerState.SPAWNED), pid=event.pid, starttime=event.starttime)
+        case events.WorkerJoined():
+            return replace(_raise(worker, WorkerState.JOINED), has_joined=True)
+        case events.WorkerDone():
+            return replace(_raise(worker, WorkerState.JOINED), has_joined=True, is_done=True)
+        case events.WorkerFailed() if worker.report is None:
+            return replace(worker, report=event.report, failed_boottime_ns=event.boottime_ns)
+        case events.WorkerExited() if worker.exit_code is None and worker.exit_signal is None:
+            return replace(
+                worker,
+                state=WorkerState.EXITED,
+                exit_code=event.code,
+                exit_signal=event.signal,
+                by_supervisor=event.by_supervisor,
+                log_tail=event.log_tail,
+                failed_boottime_ns=worker.failed_boottime_ns or event.boottime_ns,
+            )
+        case events.WorkerLost():
+            return _raise(worker, WorkerState.LOST) if not worker.has_ended else worker
+    return worker
+
+
+def _raise(worker: Worker, state: WorkerState) -> Worker:
+    return replace(worker, state=state) if _ORDER[state] > _ORDER[worker.state] else worker
+
+
+def _account(event: events.WorkerFact) -> tuple[str, str]:
+    """Return the event's name and text for the log."""
+    match event:
+        case events.WorkerSpawned():
+            return "worker_spawned", f"pid {event.pid}"
+        case events.WorkerJoined():
+            return "worker_joined", "joined"
+        case events.WorkerDone():
+            return "worker_done", "done"
+        case events.WorkerFailed():
+            return "worker_failed", event.report.message
+        case events.WorkerExited():
+            how = f"signal {event.signal}" if event.signal is not None else f"code {event.code}"
+            return "worker_exited", f"{how}{', stopped by its node' if event.by_supervisor else ''}"
+        case events.WorkerLost():
+            return "worker_lost", "neither a shim nor an exit record remains"

@@ -1,0 +1,57 @@
+"""What the engine must do after the commit, in the imperative. Every effect may be performed twice.
+
+After a crash `pending` derives them again from the state; what nodes must know is no effect to repeat, since a node
+gets its whole desired state when it connects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from piped.core.model import AttemptState, Record, State
+
+
+@dataclass(frozen=True, slots=True)
+class SendDesired:
+    """Send the node its desired state, if its session is open."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """End the node's open session: it must register again."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArmStartDeadline:
+    """Post StartDeadlinePassed for the fence after the start deadline; replaces an earlier one of the fence."""
+
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotifyWatchers:
+    """Tell those who watch the job that it changed."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRecord:
+    """Write one line of the event log: the only effect that is part of the transaction itself."""
+
+    record: Record
+
+
+Effect = WriteRecord | SendDesired | CloseSession | ArmStartDeadline | NotifyWatchers
+
+_STARTING = (AttemptState.RESERVED, AttemptState.PREPARING, AttemptState.PREPARED, AttemptState.COMMITTED)
+
+
+def pending(state: State) -> tuple[Effect, ...]:
+    """Return the effects that a coordinator which just loaded `state` must perform."""
+    return tuple(ArmStartDeadline(each.fence) for each in state.attempts.values() if each.state in _STARTING)

@@ -1,0 +1,183 @@
+"""What happened, in the past tense: the only input of `machine.apply`.
+
+Facts come from a node about one fence; a fact of an unknown or ended fence changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from piped.core.model import JobSpec, Slot, WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorStarted:
+    """A new process took over the store: no session is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSubmitted:
+    """A client sent a checked spec. `job_id` is used unless the request is a repetition."""
+
+    job_id: str
+    request_id: str
+    spec_hash: str
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactStored:
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedAttempt:
+    """An attempt of which a node still holds something."""
+
+    fence: int
+    is_shim_alive: bool
+    started_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRegistered:
+    """A node opened a session with a full account of itself."""
+
+    cluster_id: str  # empty on its first registration
+    node_id: str
+    node_name: str
+    host_key: str
+    version: str
+    highest_epoch: int
+    highest_fence: int
+    data_address: str
+    metrics_address: str
+    slots: tuple[Slot, ...]
+    attempts: tuple[ObservedAttempt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDisconnected:
+    node_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseExpired:
+    node_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartDeadlinePassed:
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptPrepared:
+    node_id: str
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareRefused:
+    node_id: str
+    fence: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpawned:
+    node_id: str
+    fence: int
+    rank: int
+    pid: int
+    starttime: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreListened:
+    """Rank 0's store listens."""
+
+    node_id: str
+    fence: int
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    node_id: str
+    fence: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReported:
+    node_id: str
+    fence: int
+    plan: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    node_id: str
+    fence: int
+    rank: int
+    report: WorkerReport
+    boottime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDone:
+    node_id: str
+    fence: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    node_id: str
+    fence: int
+    rank: int
+    code: int | None
+    signal: int | None
+    by_supervisor: bool
+    log_tail: str
+    boottime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    node_id: str
+    fence: int
+    rank: int
+    boottime_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEmptied:
+    """The node holds no process of the fence and will start none."""
+
+    node_id: str
+    fence: int
+
+
+WorkerFact = WorkerSpawned | WorkerJoined | WorkerFailed | WorkerDone | WorkerExited | WorkerLost
+Fact = AttemptPrepared | PrepareRefused | StoreListened | PlanReported | AttemptEmptied | WorkerFact
+Event = (
+    CoordinatorStarted
+    | JobSubmitted
+    | CancelRequested
+    | ArtifactStored
+    | NodeRegistered
+    | NodeDisconnected
+    | LeaseExpired
+    | StartDeadlinePassed
+    | Fact
+)

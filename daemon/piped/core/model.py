@@ -1,0 +1,305 @@
+"""The coordinator's whole knowledge as frozen data: nodes, jobs, attempts, workers, reservations.
+
+It decides nothing: the tables of legal transitions stand in `jobs`, `attempts` and `nodes`. Everything in `State`
+is stored; what is only observed and short-lived (beats, progress, open streams) is not here.
+Times are Unix seconds of the coordinator, for people; no decision compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"  # accepted; `pending_reason` says why it has no attempt
+    STARTING = "starting"  # an attempt holds its slots; not every rank has joined
+    RUNNING = "running"  # every rank joined
+    CANCELLING = "cancelling"  # its nodes were told to stop
+    SUCCEEDED = "succeeded"  # every rank said done and exited 0
+    FAILED = "failed"  # `failure` says why
+    CANCELLED = "cancelled"
+
+
+class AttemptState(StrEnum):
+    RESERVED = "reserved"  # fence, placement and slots are written
+    PREPARING = "preparing"  # nodes make the directory, fetch the source, start the shim
+    PREPARED = "prepared"  # every node is ready to start its ranks
+    COMMITTED = "committed"  # shims may start workers
+    RUNNING = "running"  # every rank joined
+    STOPPING = "stopping"  # `stop_trigger` is written; ends when its nodes hold nothing of it
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    ABORTED = "aborted"  # it never started: not the job's fault
+
+
+class NodeState(StrEnum):
+    READY = "ready"  # its session is open
+    DISCONNECTED = "disconnected"  # no session, its lease still runs
+    LOST = "lost"  # the lease ran out; its slots stay reserved until it reports them empty
+
+
+class WorkerState(StrEnum):
+    PLANNED = "planned"
+    SPAWNED = "spawned"
+    JOINED = "joined"
+    EXITED = "exited"
+    LOST = "lost"  # it was started, and neither a shim nor an exit record remains
+
+
+class FailureReason(StrEnum):
+    USER_ERROR = "user_error"
+    SIGNALLED = "signalled"
+    NODE_LOST = "node_lost"
+    START_TIMEOUT = "start_timeout"
+    NUMERIC = "numeric"
+    INFRA = "infra"
+
+
+TERMINAL_JOB_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
+TERMINAL_ATTEMPT_STATES = frozenset(
+    {AttemptState.SUCCEEDED, AttemptState.FAILED, AttemptState.CANCELLED, AttemptState.ABORTED}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What one worker takes: a CUDA device or a CPU share."""
+
+    index: int
+    device: str  # "cpu:0", "cuda:1"
+    uuid: str = ""  # of a CUDA device
+
+    @property
+    def kind(self) -> str:
+        """Return "cpu" or "cuda"."""
+        return self.device.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A registered machine; `incarnation` counts its registrations after a lost lease."""
+
+    node_id: str
+    node_name: str
+    host_key: str
+    incarnation: int
+    state: NodeState
+    version: str
+    data_address: str
+    metrics_address: str
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What decisions need of a job file; `payload` is the whole of it, opaque here."""
+
+    name: str
+    program: str
+    stages: int
+    stages_per_rank: int
+    replicas: int
+    schedule: str
+    chunks: int
+    steps: int
+    device: str  # auto | cpu | cuda
+    slots_per_node: int  # 0: as many as the node has
+    grace_s: int
+    env: tuple[tuple[str, str], ...]
+    source_sha256: str
+    payload: bytes
+
+    @property
+    def pp_ranks(self) -> int:
+        """Return the number of ranks of one replica."""
+        return self.stages // self.stages_per_rank
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.pp_ranks * self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt failed and which rank failed first; rank -1: none is to blame."""
+
+    reason: FailureReason
+    message: str
+    rank: int = -1
+    node_name: str = ""
+    stages: tuple[int, ...] = ()
+    step: int = -1
+    traceback: str = ""
+    log_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One submitted job. `attempt` and `fence` are those of its newest attempt, 0 before the first."""
+
+    job_id: str
+    state: JobState
+    spec: JobSpec
+    submit_seq: int  # its place in the queue
+    submitted_s: float
+    pending_reason: str = ""
+    attempt: int = 0
+    fence: int = 0
+    aborts: int = 0  # attempts that never started
+    started_s: float | None = None
+    finished_s: float | None = None
+    failure: Failure | None = None
+    event_seq: int = 0  # of its newest event
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.state in TERMINAL_JOB_STATES
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlacement:
+    """Where one rank runs and which stages it owns."""
+
+    rank: int
+    replica: int
+    stages: tuple[int, ...]
+    node_id: str
+    node_name: str
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """A worker's own account of its failure."""
+
+    message: str
+    traceback: str = ""
+    step: int = -1
+    is_transport: bool = False  # a neighbour's death seen through the transport: a victim
+    is_numeric: bool = False
+    peer_rank: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What is known of one rank. Boot times are of its own host: comparable on that host only."""
+
+    rank: int
+    state: WorkerState = WorkerState.PLANNED
+    pid: int = 0
+    starttime: int = 0
+    has_joined: bool = False  # also after it ended
+    is_done: bool = False
+    report: WorkerReport | None = None
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    by_supervisor: bool = False
+    failed_boottime_ns: int = 0  # of the report, else of the exit
+    log_tail: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in (WorkerState.EXITED, WorkerState.LOST)
+
+    @property
+    def has_succeeded(self) -> bool:
+        return self.is_done and self.state is WorkerState.EXITED and self.exit_code == 0 and self.report is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether it failed in a way that ends the attempt."""
+        return self.report is not None or (self.has_ended and not self.has_succeeded)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try of a job. The placement never changes; `fence` orders all attempts of the cluster."""
+
+    fence: int
+    job_id: str
+    attempt: int
+    state: AttemptState
+    placement: tuple[RankPlacement, ...]  # by rank
+    workers: tuple[Worker, ...]  # by rank
+    created_s: float
+    prepared_nodes: frozenset[str] = frozenset()
+    store_endpoint: str = ""
+    plan: bytes = b""  # the plan summary of rank 0, opaque here
+    stop_trigger: str = ""  # written once
+    outcome: AttemptState | None = None  # what STOPPING ends in
+    grace_s: float = 0.0
+    verdict: Failure | None = None
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.state in TERMINAL_ATTEMPT_STATES
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """Return its nodes in the order of their first rank."""
+        return tuple(dict.fromkeys(each.node_id for each in self.placement))
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """An accepted request: the same id with the same spec gives the same job."""
+
+    request_id: str
+    spec_hash: str
+    job_id: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A file in the artifact store."""
+
+    sha256: str
+    size_bytes: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of the event log."""
+
+    event_seq: int
+    at_s: float
+    name: str
+    reason: str
+    job_id: str = ""
+    node_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Live numbers of one rank; never stored."""
+
+    step: int  # steps finished
+    steps: int  # of so many
+    loss: float
+    tokens_per_s: float
+    step_s: float
+
+
+SlotKey = tuple[str, int]  # node_id, slot index
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything. `event_seq` grows with every change, so it also numbers desired states."""
+
+    cluster_id: str
+    epoch: int
+    event_seq: int = 0
+    last_fence: int = 0
+    nodes: Mapping[str, Node] = field(default_factory=dict)  # by node_id
+    jobs: Mapping[str, Job] = field(default_factory=dict)  # by job_id, oldest first
+    attempts: Mapping[int, Attempt] = field(default_factory=dict)  # by fence
+    reservations: Mapping[SlotKey, int] = field(default_factory=dict)  # fence that holds the slot
+    submissions: Mapping[str, Submission] = field(default_factory=dict)  # by request_id
+    artifacts: Mapping[str, Artifact] = field(default_factory=dict)  # by sha256

@@ -1,0 +1,136 @@
+"""Node lifecycle: registering, disconnecting and losing nodes.
+
+Absence stops nothing: a lost node only gets no new work, and what ran on it goes on until a fact says otherwise.
+Called by `machine` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from piped.core import attempts, events
+from piped.core.draft import Draft
+from piped.core.effects import CloseSession, SendDesired
+from piped.core.model import AttemptState, Node, NodeState
+from piped.errors import IllegalTransition, LeaseLost, RegistrationRefused
+
+NEXT: dict[NodeState, frozenset[NodeState]] = {  # what is not in a row is illegal, and raises
+    NodeState.READY: frozenset({NodeState.READY, NodeState.DISCONNECTED, NodeState.LOST}),
+    NodeState.DISCONNECTED: frozenset({NodeState.READY, NodeState.LOST}),
+    NodeState.LOST: frozenset({NodeState.READY}),
+}
+_STARTED = (AttemptState.COMMITTED, AttemptState.RUNNING)
+
+
+def move(node: Node, to: NodeState) -> Node:
+    """Return `node` in state `to`. Raises IllegalTransition when NEXT has no such step."""
+    if to not in NEXT[node.state]:
+        raise IllegalTransition(f"node {node.node_name}: {node.state.value} -> {to.value} is not allowed")
+    return replace(node, state=to)
+
+
+def register(draft: Draft, event: events.NodeRegistered) -> str:
+    """Take the node in, or take it back with what it still runs.
+
+    Within its lease the same host replaces its own session and keeps its incarnation; after the lease it gets a new
+    one. Raises RegistrationRefused for another cluster, a store older than the fleet, a cloned image, a name in use.
+    """
+    _refuse_strangers(draft, event)
+    known = draft.nodes.get(event.node_id)
+    is_live = known is not None and known.state is not NodeState.LOST
+    if known is not None and is_live and known.host_key != event.host_key:
+        raise RegistrationRefused(
+            f"node id {event.node_id} is held by a live node {known.node_name!r} on another host "
+            f"({known.host_key}); a copied state directory? Remove node_id from the copy, or wait for the lease to end"
+        )
+    incarnation = 1 if known is None else known.incarnation if is_live else known.incarnation + 1
+    state = NodeState.READY if known is None else move(known, NodeState.READY).state
+    node = Node(
+        event.node_id,
+        event.node_name,
+        event.host_key,
+        incarnation,
+        state,
+        event.version,
+        event.data_address,
+        event.metrics_address,
+        event.slots,
+    )
+    draft.put_node(node)
+    draft.record(
+        "node_registered",
+        f"incarnation {incarnation}, {len(event.slots)} slots" + (", session replaced" if is_live else ""),
+        node_name=node.node_name,
+    )
+    _compare(draft, event)
+    draft.has_queue_changed = True
+    draft.add_effect(SendDesired(node.node_id))
+    return "registered"
+
+
+def disconnected(draft: Draft, event: events.NodeDisconnected) -> str:
+    node = draft.nodes.get(event.node_id)
+    if node is None or node.incarnation != event.incarnation or node.state is not NodeState.READY:
+        return "the registration is over"
+    draft.put_node(move(node, NodeState.DISCONNECTED))
+    draft.record("node_disconnected", "its session ended; the lease runs on", node_name=node.node_name)
+    return "disconnected"
+
+
+def lease_expired(draft: Draft, event: events.LeaseExpired) -> str:
+    node = draft.nodes.get(event.node_id)
+    if node is None or node.incarnation != event.incarnation or node.state is NodeState.LOST:
+        return "the registration is over"
+    draft.put_node(move(node, NodeState.LOST))
+    draft.record("node_lost", "its lease ran out; it gets no new work", node_name=node.node_name)
+    draft.add_effect(CloseSession(node.node_id, "the lease ran out"))
+    draft.has_queue_changed = True
+    attempts.node_lost(draft, node.node_id)
+    return "lost"
+
+
+def coordinator_started(draft: Draft, _event: events.CoordinatorStarted) -> str:
+    """Note that no session of an earlier process is open."""
+    for node in list(draft.nodes.values()):
+        if node.state is NodeState.READY:
+            draft.put_node(move(node, NodeState.DISCONNECTED))
+    draft.record("coordinator_started", f"epoch {draft.epoch}")
+    return f"epoch {draft.epoch}"
+
+
+def check_current(node: Node | None, incarnation: int) -> None:
+    """Raise LeaseLost unless `incarnation` is the node's current registration and its lease holds."""
+    if node is None or node.incarnation != incarnation or node.state is NodeState.LOST:
+        name = node.node_name if node else "unknown"
+        raise LeaseLost(f"incarnation {incarnation} of node {name} has ended; register again")
+
+
+def _refuse_strangers(draft: Draft, event: events.NodeRegistered) -> None:
+    if event.cluster_id and event.cluster_id != draft.cluster_id:
+        raise RegistrationRefused(
+            f"node {event.node_name!r} belongs to cluster {event.cluster_id}, this is cluster {draft.cluster_id}; "
+            "point it at its own coordinator, or give it an empty state directory"
+        )
+    if event.highest_epoch > draft.epoch or event.highest_fence > draft.last_fence:
+        raise RegistrationRefused(
+            f"node {event.node_name!r} has seen epoch {event.highest_epoch} and fence {event.highest_fence}, this "
+            f"store knows only epoch {draft.epoch} and fence {draft.last_fence}: the coordinator's store is older "
+            "than its fleet; start the coordinator on its newest state directory"
+        )
+    if not event.node_id or not event.node_name or not event.slots:
+        raise RegistrationRefused("a node needs an id, a name and at least one slot")
+    for other in draft.nodes.values():
+        if other.node_name == event.node_name and other.node_id != event.node_id and other.state is not NodeState.LOST:
+            raise RegistrationRefused(
+                f"the name {event.node_name!r} is held by the live node {other.node_id} ({other.host_key}); "
+                "give this node another name"
+            )
+
+
+def _compare(draft: Draft, event: events.NodeRegistered) -> None:
+    """Find the started attempts of which the node holds nothing any more."""
+    observed = {each.fence for each in event.attempts}
+    for fence in {holder for key, holder in draft.reservations.items() if key[0] == event.node_id}:
+        attempt = draft.attempts[fence]
+        if attempt.state in _STARTED and fence not in observed:
+            attempts.lose_ranks(draft, attempt, event.node_id)

@@ -1,0 +1,109 @@
+"""Which slots a job gets: all of them at once, or none and the reason.
+
+Called by `jobs` alone. Rank = replica * pp_ranks + pp_rank; a rank owns the stages that are congruent to its
+pp_rank. The fewest nodes are taken, neighbours sit next to each other, and replicas take separate nodes where the
+free slots allow it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from piped.core.model import JobSpec, Node, NodeState, RankPlacement, Slot, SlotKey
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The free slots of one node that a job may take."""
+
+    node: Node
+    slots: tuple[Slot, ...]
+
+
+def place(
+    spec: JobSpec, nodes: Iterable[Node], reservations: Mapping[SlotKey, int]
+) -> tuple[tuple[RankPlacement, ...] | None, str]:
+    """Return the placement by rank, or None and what is missing, in the words that people read."""
+    ready = sorted((each for each in nodes if each.state is NodeState.READY), key=lambda each: each.node_name)
+    kind = _device_kind(spec, ready)
+    offers = [_offer(spec, kind, node, reservations) for node in ready]
+    offers = [each for each in offers if each.slots]
+    if sum(len(each.slots) for each in offers) < spec.world_size:
+        return None, _shortage(spec, kind, ready, reservations)
+    seats = _seats_apart(spec, offers) or _seats(spec.world_size, offers)
+    return tuple(_rank(spec, rank, node, slot) for rank, (node, slot) in enumerate(seats)), ""
+
+
+def can_ever_fit(spec: JobSpec, nodes: Iterable[Node]) -> bool:
+    """Return whether the READY nodes would hold the job if nothing else ran."""
+    ready = [each for each in nodes if each.state is NodeState.READY]
+    kind = _device_kind(spec, ready)
+    return sum(_capacity(spec, kind, node) for node in ready) >= spec.world_size
+
+
+def _device_kind(spec: JobSpec, ready: Iterable[Node]) -> str:
+    if spec.device != "auto":
+        return spec.device
+    num_cuda = sum(slot.kind == "cuda" for node in ready for slot in node.slots)
+    return "cuda" if num_cuda >= spec.world_size else "cpu"
+
+
+def _capacity(spec: JobSpec, kind: str, node: Node) -> int:
+    count = sum(slot.kind == kind for slot in node.slots)
+    return min(count, spec.slots_per_node) if spec.slots_per_node else count
+
+
+def _offer(spec: JobSpec, kind: str, node: Node, reservations: Mapping[SlotKey, int]) -> Offer:
+    free = [slot for slot in node.slots if slot.kind == kind and (node.node_id, slot.index) not in reservations]
+    return Offer(node, tuple(free[: _capacity(spec, kind, node)]))
+
+
+def _seats(count: int, offers: list[Offer]) -> list[tuple[Node, Slot]]:
+    """Take `count` slots from the fewest nodes: the largest first, for the rest the tightest fit."""
+    seats: list[tuple[Node, Slot]] = []
+    left = sorted(offers, key=lambda each: (-len(each.slots), each.node.node_name))
+    while left and len(seats) < count:
+        missing = count - len(seats)
+        enough = [each for each in left if len(each.slots) >= missing]
+        chosen = min(enough, key=lambda each: (len(each.slots), each.node.node_name)) if enough else left[0]
+        left.remove(chosen)
+        seats += [(chosen.node, slot) for slot in chosen.slots[:missing]]
+    return seats
+
+
+def _seats_apart(spec: JobSpec, offers: list[Offer]) -> list[tuple[Node, Slot]] | None:
+    """Return seats in which no two replicas share a node, or None."""
+    left, seats = list(offers), []
+    for _ in range(spec.replicas):
+        taken = _seats(spec.pp_ranks, left)
+        if len(taken) < spec.pp_ranks:
+            return None
+        used = {node.node_id for node, _slot in taken}
+        left = [each for each in left if each.node.node_id not in used]
+        seats += taken
+    return seats
+
+
+def _rank(spec: JobSpec, rank: int, node: Node, slot: Slot) -> RankPlacement:
+    replica, pp_rank = divmod(rank, spec.pp_ranks)
+    stages = tuple(range(pp_rank, spec.stages, spec.pp_ranks))
+    return RankPlacement(rank, replica, stages, node.node_id, node.node_name, slot)
+
+
+def _shortage(spec: JobSpec, kind: str, ready: list[Node], reservations: Mapping[SlotKey, int]) -> str:
+    """Say what is needed, what there is and what is in use: "needs 8 slots, the cluster has 4 (2 nodes × 2), …"."""
+    sizes = Counter(count for node in ready if (count := sum(slot.kind == kind for slot in node.slots)))
+    total = sum(size * count for size, count in sizes.items())
+    used = sum(
+        slot.kind == kind and (node.node_id, slot.index) in reservations for node in ready for slot in node.slots
+    )
+    kind_name = f"{kind} slot" if spec.device != "auto" else "slot"
+    shape = " + ".join(
+        f"{count} {'node' if count == 1 else 'nodes'} × {size}" for size, count in sorted(sizes.items(), reverse=True)
+    )
+    need = f"needs {spec.world_size} {kind_name}{'' if spec.world_size == 1 else 's'}"
+    if spec.slots_per_node:
+        need += f" with at most {spec.slots_per_node} per node"
+    return f"{need}, the cluster has {total} ({shape or 'no ready node'}), {used} in use"

@@ -1,0 +1,162 @@
+"""Which rank failed first, and why: one pure function over what the workers reported.
+
+Called whenever a fact reaches an attempt that stops because of a failure; the last call's answer is final.
+1 exits that a supervisor caused count for nothing; 2 a transport error is a victim, it points at its peer; 3 a lost
+rank outranks exceptions; 4 of the others the earliest by boot time if they share a host, else the one that victims
+point at, else a tie, which the text says; 5 only victims: the rank at the end of their pointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from piped.core.model import Attempt, Failure, FailureReason, Node, NodeState, Worker, WorkerState
+
+START_TIMEOUT = "start_timeout"  # the stop_trigger's first word when the start deadline passed
+
+
+def judge(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
+    """Return the verdict on `attempt` as far as it is known now."""
+    failed = [each for each in attempt.workers if each.has_failed and not _is_stopped(each)]
+    lost = [each for each in failed if each.state is WorkerState.LOST]
+    own = [each for each in failed if each.report is None or not each.report.is_transport]
+    victims = [each for each in failed if each.report is not None and each.report.is_transport]
+    if lost:
+        return _blame(attempt, lost[0], nodes)
+    if own:
+        first, note = _first(attempt, own, victims)
+        return _blame(attempt, first, nodes, note)
+    if victims:
+        return _blame_of_victims(attempt, victims, nodes)
+    if attempt.stop_trigger.startswith(START_TIMEOUT):
+        return _start_timeout(attempt, nodes)
+    return _stopped_from_outside(attempt)
+
+
+def _is_stopped(worker: Worker) -> bool:
+    """Return whether its end was ordered and it had reported no failure of its own."""
+    return worker.by_supervisor and worker.report is None
+
+
+def _first(attempt: Attempt, own: Sequence[Worker], victims: Sequence[Worker]) -> tuple[Worker, str]:
+    """Return the worker to blame, and what has to be said about the certainty."""
+    hosts = {attempt.placement[each.rank].node_id for each in own}
+    if len(hosts) == 1:
+        return min(own, key=lambda each: (each.failed_boottime_ns, each.rank)), ""
+    pointed_at = {each.report.peer_rank for each in victims if each.report is not None}
+    named = [each for each in own if each.rank in pointed_at]
+    if len(named) == 1:
+        return named[0], ""
+    ranks = " and ".join(str(each.rank) for each in own)
+    return own[0], f" (ranks {ranks} failed on different hosts; which was first is not known)"
+
+
+def _blame(attempt: Attempt, worker: Worker, nodes: Mapping[str, Node], note: str = "") -> Failure:
+    place = attempt.placement[worker.rank]
+    reason, message = _reason(worker)
+    if reason is FailureReason.NODE_LOST or _is_lost(nodes, place.node_id):
+        reason = FailureReason.NODE_LOST
+    report = worker.report
+    return Failure(
+        reason=reason,
+        message=f"rank {worker.rank} on {place.node_name}: {message}{note}",
+        rank=worker.rank,
+        node_name=place.node_name,
+        stages=place.stages,
+        step=report.step if report else -1,
+        traceback=report.traceback if report else "",
+        log_tail=worker.log_tail,
+    )
+
+
+def _reason(worker: Worker) -> tuple[FailureReason, str]:
+    if worker.report is not None:
+        reason = FailureReason.NUMERIC if worker.report.is_numeric else FailureReason.USER_ERROR
+        return reason, worker.report.message
+    if worker.state is WorkerState.LOST:
+        return FailureReason.NODE_LOST, "the worker vanished with its node's shim and left no exit record"
+    if worker.exit_signal is not None:
+        return FailureReason.SIGNALLED, f"killed by signal {worker.exit_signal}"
+    if worker.exit_code == 0:
+        return FailureReason.USER_ERROR, "exited 0 before it said that it was done"
+    return FailureReason.USER_ERROR, f"exited with code {worker.exit_code}"
+
+
+def _blame_of_victims(attempt: Attempt, victims: Sequence[Worker], nodes: Mapping[str, Node]) -> Failure:
+    """Follow the pointing of the victims to the rank that points at nobody."""
+    points = {each.rank: each.report.peer_rank for each in victims if each.report is not None}
+    start = min(victims, key=lambda each: (each.failed_boottime_ns, each.rank)).rank
+    rank, seen = start, {start}
+    while rank in points and points[rank] not in seen and 0 <= points[rank] < len(attempt.workers):
+        rank = points[rank]
+        seen.add(rank)
+    place = attempt.placement[rank]
+    if rank in points:  # a circle, or a peer that is not known
+        report = attempt.workers[rank].report
+        assert report is not None
+        return Failure(
+            FailureReason.INFRA,
+            f"ranks {', '.join(map(str, sorted(points)))} lost contact with each other and no rank failed by itself: "
+            f"look at the network between their nodes ({report.message})",
+            step=report.step,
+        )
+    if _is_lost(nodes, place.node_id):
+        return Failure(
+            FailureReason.NODE_LOST,
+            f"rank {rank}: contact with node {place.node_name} was lost",
+            rank,
+            place.node_name,
+            place.stages,
+        )
+    return Failure(
+        FailureReason.INFRA,
+        f"rank {rank} on {place.node_name}: its neighbours lost contact with it, and it reported nothing itself",
+        rank,
+        place.node_name,
+        place.stages,
+        log_tail=attempt.workers[rank].log_tail,
+    )
+
+
+def _start_timeout(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
+    missing = [each for each in attempt.workers if not each.has_joined]
+    if not missing:
+        return Failure(FailureReason.START_TIMEOUT, attempt.stop_trigger)
+    names = "; ".join(_describe_missing(attempt, each) for each in missing)
+    place = attempt.placement[missing[0].rank]
+    is_lost = _is_lost(nodes, place.node_id)
+    return Failure(
+        FailureReason.NODE_LOST if is_lost else FailureReason.START_TIMEOUT,
+        f"not every rank joined before the start deadline: {names}",
+        place.rank,
+        place.node_name,
+        place.stages,
+        log_tail=missing[0].log_tail,
+    )
+
+
+def _describe_missing(attempt: Attempt, worker: Worker) -> str:
+    place = attempt.placement[worker.rank]
+    stages = ", ".join(map(str, place.stages))
+    state = WorkerState.SPAWNED if worker.pid else WorkerState.PLANNED
+    last_line = worker.log_tail.rstrip().rpartition("\n")[2][:200]
+    said = f", last log line: {last_line}" if last_line else ""
+    return f"rank {worker.rank} on {place.node_name} (stages {stages}, {state.value}{said})"
+
+
+def _stopped_from_outside(attempt: Attempt) -> Failure:
+    stopped = [each for each in attempt.workers if each.by_supervisor]
+    if not stopped:
+        return Failure(FailureReason.INFRA, attempt.stop_trigger)
+    place = attempt.placement[stopped[0].rank]
+    return Failure(
+        FailureReason.INFRA,
+        f"rank {place.rank} was stopped by its own node {place.node_name}, which was not asked to",
+        place.rank,
+        place.node_name,
+        place.stages,
+    )
+
+
+def _is_lost(nodes: Mapping[str, Node], node_id: str) -> bool:
+    return node_id not in nodes or nodes[node_id].state is NodeState.LOST

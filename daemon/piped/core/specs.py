@@ -1,0 +1,87 @@
+"""What can be wrong with a job spec by itself: checked before anything is stored.
+
+Called by the job service for Validate and Submit. Whether the program exists, or the model can be cut, is known only
+where torch is; whether the cluster is large enough is a reason to wait, not an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from piped.core.model import JobSpec
+from piped.errors import FieldViolation, SpecError
+
+SCHEDULES = ("gpipe", "1f1b")
+DEVICES = ("auto", "cpu", "cuda")
+MAX_RANKS = 4096
+MAX_ENV_BYTES = 131_000  # of NAME=VALUE; execve refuses a string above 131,068 (E2BIG)
+NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+PROGRAM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+_RESERVED_ENV = re.compile(
+    r"(PIPED_|LD_|PYTHON|GRPC_|BASH_FUNC|TORCHELASTIC_|SLURM_).*|RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT"
+)
+
+
+def check(spec: JobSpec) -> None:
+    """Raise SpecError with every violation of `spec`; return None for a good one."""
+    violations = tuple(FieldViolation(name, text) for name, text in _violations(spec))
+    if violations:
+        raise SpecError(violations)
+
+
+def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    if not NAME.fullmatch(spec.name):
+        yield (
+            "name",
+            f"{spec.name!r} is no job name: use 1 to 63 of a-z, 0-9, '-', '_', '.', with a letter or digit at both ends",
+        )
+    if not PROGRAM.fullmatch(spec.program):
+        yield "program", f"{spec.program!r} is not of the form module:Class, e.g. stagekit.examples.gpt:Program"
+    yield from _pipeline_violations(spec)
+    if spec.steps < 1:
+        yield "train.steps", f"is {spec.steps}; at least 1 step is needed"
+    if spec.device not in DEVICES:
+        yield "resources.device", f"{spec.device!r} is unknown; use one of {', '.join(DEVICES)}"
+    if spec.source_sha256 and not SHA256.fullmatch(spec.source_sha256):
+        yield "source", f"{spec.source_sha256!r} is no SHA-256 in lower-case hexadecimal"
+    for name, value in spec.env:
+        if not ENV_NAME.fullmatch(name):
+            yield f"env.{name}", "is no name of an environment variable: use letters, digits and '_', no digit first"
+        elif _RESERVED_ENV.fullmatch(name):
+            yield f"env.{name}", "is set by the node or would change how workers are loaded; choose another name"
+        elif "\0" in value:
+            yield f"env.{name}", "its value contains a NUL character, which no environment can carry"
+        elif (size := len(name.encode()) + 1 + len(value.encode())) > MAX_ENV_BYTES:
+            yield f"env.{name}", f"takes {size} bytes; the limit is {MAX_ENV_BYTES}: put the value into a file"
+
+
+def _pipeline_violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    counts = {
+        "stages": spec.stages,
+        "stages_per_rank": spec.stages_per_rank,
+        "replicas": spec.replicas,
+        "chunks": spec.chunks,
+    }
+    for name, value in counts.items():
+        if value < 1:
+            yield f"pipeline.{name}", f"is {value}; it must be at least 1"
+    if spec.schedule not in SCHEDULES:
+        yield "pipeline.schedule", f"{spec.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}"
+    if min(counts.values()) < 1:
+        return
+    if spec.stages % spec.stages_per_rank:
+        yield (
+            "pipeline.stages_per_rank",
+            f"{spec.stages} stages / {spec.stages_per_rank} stages per rank × {spec.replicas} replicas gives no whole "
+            f"number of ranks ({spec.stages * spec.replicas / spec.stages_per_rank:.2f}); choose stages_per_rank so "
+            f"that it divides {spec.stages}",
+        )
+    elif spec.world_size > MAX_RANKS:
+        yield (
+            "pipeline.stages",
+            f"{spec.stages} stages / {spec.stages_per_rank} per rank × {spec.replicas} replicas are {spec.world_size} "
+            f"ranks; the limit is {MAX_RANKS}",
+        )

@@ -1,0 +1,125 @@
+"""Every error that the daemons raise on purpose. The type says who must act.
+
+PipedError
+├── UserError                 fix the request
+│   ├── SpecError             the job spec: carries the fields and what is wrong with each
+│   ├── NotFoundError         no such job, artifact or node
+│   ├── ConflictError         a name or a request id is taken: carries what holds it
+│   └── TooLargeError         over a limit that the text names
+├── NodeError                 fix the machine
+│   ├── RegistrationRefused   a node may not register: another cluster, a cloned image, a name in use
+│   ├── LeaseLost             a message of a registration that ended; register again
+│   └── StateDirHeld          another process holds the state directory: carries its pid
+├── UnavailableError          try again later: a node is not connected, the disk is full, the coordinator stops
+└── BugError                  ours
+    ├── IllegalTransition     a state change that no table allows
+    └── InvariantBroken       the state contradicts itself
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class PipedError(Exception):
+    """Base of all errors below. `reason` is the stable word that machines read."""
+
+    reason = "ERROR"
+
+
+class UserError(PipedError):
+    """The request must change; the text says what, where, the limit and the next step."""
+
+    reason = "USER_ERROR"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field of a job spec and what is wrong with it."""
+
+    field: str  # "pipeline.stages"
+    description: str
+
+
+class SpecError(UserError):
+    """A job spec that can't run anywhere."""
+
+    reason = "BAD_SPEC"
+
+    def __init__(self, violations: tuple[FieldViolation, ...]) -> None:
+        super().__init__("; ".join(f"{each.field}: {each.description}" for each in violations))
+        self.violations = violations
+
+
+class NotFoundError(UserError):
+    """Nothing has that id or name."""
+
+    reason = "NOT_FOUND"
+
+
+class ConflictError(UserError):
+    """The name or the request id is taken by `holder`, a job id."""
+
+    reason = "CONFLICT"
+
+    def __init__(self, message: str, *, holder: str, hint: str) -> None:
+        super().__init__(f"{message}; {hint}")
+        self.holder, self.hint = holder, hint
+
+
+class TooLargeError(UserError):
+    """More bytes than the limit named in the text."""
+
+    reason = "TOO_LARGE"
+
+
+class NodeError(PipedError):
+    """The machine or its daemon must change."""
+
+    reason = "NODE_ERROR"
+
+
+class RegistrationRefused(NodeError):
+    """The node may not register as it is."""
+
+    reason = "REGISTRATION_REFUSED"
+
+
+class LeaseLost(NodeError):
+    """A message of a registration that has ended: the node must register again."""
+
+    reason = "LEASE_LOST"
+
+
+class StateDirHeld(NodeError):
+    """Another process works on this state directory."""
+
+    reason = "STATE_DIR_HELD"
+
+    def __init__(self, message: str, *, pid: int) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
+class UnavailableError(PipedError):
+    """It can't be done now; the same request may succeed later."""
+
+    reason = "UNAVAILABLE"
+
+
+class BugError(PipedError):
+    """An invariant of ours does not hold."""
+
+    reason = "BUG"
+
+
+class IllegalTransition(BugError):
+    """A state change that no table allows."""
+
+    reason = "ILLEGAL_TRANSITION"
+
+
+class InvariantBroken(BugError):
+    """The state contradicts itself."""
+
+    reason = "INVARIANT_BROKEN"
