@@ -6,6 +6,7 @@ Also `PipelineStage` (one stage by hand, our ancestor's surface) and `init()` (o
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 
 from stagekit.errors import UserError
 from stagekit.graph.bucket import BucketRule
-from stagekit.graph.capture import capture
+from stagekit.graph.capture import Captured, capture
 from stagekit.graph.cut import Cut
 from stagekit.plan.contract import StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
@@ -65,6 +66,10 @@ class Pipeline:
         self.cut, self.plan, self.options = cut, plan, options
         self.stages = [Stage(cut, spec) for spec in plan.model.stages]
 
+    def with_loss_weight(self, loss_weight: LossWeight) -> Pipeline:
+        """Return the same pipeline with another weight of chunks."""
+        return Pipeline(self.cut, self.plan, dataclasses.replace(self.options, loss_weight=loss_weight))
+
     def deploy(self, device: torch.device | str | None = None, group: dist.ProcessGroup | None = None) -> Run:
         """Build this rank's stages. Needs an initialised process group, or a world of 1.
 
@@ -96,18 +101,48 @@ def pipeline(
     recompute: bool = False,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    at_nodes: Sequence[str] | None = None,
 ) -> Pipeline:
     """Capture `model`, cut it into `stages`, schedule `chunks` of a batch over them.
 
     `args` and `kwargs` are ONE chunk. `model` is a module (its weights are copied) or a callable that builds it (weights
     are then made stage by stage, equal to `torch.manual_seed(seed); model()`). `loss_fn(output, target)` returns a
     chunk's mean loss; `loss_weight(target)` its weight, rows by default. `buckets` {"cap": bytes, "first": bytes} cuts
-    each stage into submodules whose gradients are reduced together. `at_nodes` repeats the cut of a published plan.
+    each stage into submodules whose gradients are reduced together.
     The module and the random state are left as they were. Raises CaptureError, SplitError, ScheduleError, UserError.
     """
     check_counts(stages, stages_per_rank, replicas)
-    captured = capture(
+    captured = capture_model(
+        model, args, kwargs, seed=seed, device=device, args_spec=args_spec, kwargs_spec=kwargs_spec
+    )
+    return plan_pipeline(
+        captured,
+        loss_fn=loss_fn,
+        stages=stages,
+        chunks=chunks,
+        schedule=schedule,
+        split=split,
+        stages_per_rank=stages_per_rank,
+        replicas=replicas,
+        buckets=buckets,
+        loss_weight=loss_weight,
+        compile=compile,
+        recompute=recompute,
+        seed=seed,
+    )
+
+
+def capture_model(
+    model: nn.Module | Callable[[], nn.Module],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    args_spec: Sequence[Any] | None = None,
+    kwargs_spec: Mapping[str, Any] | None = None,
+) -> Captured:
+    """First half of `pipeline`: the model as one checked graph. Raises CaptureError."""
+    return capture(
         model,
         args,
         dict(kwargs or {}),
@@ -116,6 +151,26 @@ def pipeline(
         args_spec=args_spec,
         kwargs_spec=dict(kwargs_spec) if kwargs_spec else None,
     )
+
+
+def plan_pipeline(
+    captured: Captured,
+    *,
+    loss_fn: LossFunction,
+    stages: int,
+    chunks: int,
+    schedule: str = "1f1b",
+    split: str | Sequence[str] = "balanced",
+    stages_per_rank: int = 1,
+    replicas: int = 1,
+    buckets: Mapping[str, int] | None = None,
+    loss_weight: LossWeight | None = None,
+    compile: str = "eager",
+    recompute: bool = False,
+    seed: int = 0,
+    at_nodes: Sequence[str] | None = None,
+) -> Pipeline:
+    """Second half of `pipeline`: cut and schedule. `at_nodes` repeats the cut of a published plan, without measuring."""
     rule = BucketRule(buckets["cap"], buckets.get("first")) if buckets and buckets.get("cap") else None
     cut = captured.cut(split, stages, buckets=rule, chunks=chunks, at_nodes=at_nodes)
     plan = make_plan(

@@ -52,6 +52,8 @@ class ProgramDefaults:
     """What a program need not define. Inherit from it, or define the names yourself."""
 
     mode = "train"
+    chunks = 1  # set by the runtime before `example_inputs`: a replica's rows of one step are cut into that many
+    replicas = 1  # set by the runtime before `example_inputs`: the batch is shared by that many
 
     def loss_weight(self, target: Any) -> float:
         """Weight of a chunk's mean loss: its rows. Override with e.g. the number of valid tokens."""
@@ -64,6 +66,5 @@ class ProgramDefaults:
         """Tokens of a chunk, for tokens/s: elements of the target."""
         return target.numel() if isinstance(target, Tensor) else 0
 
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """Called after each step on the last stage of replica 0; True ends the job after this step."""
-        return None
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after each step on the last stage of replica 0, with "loss", "step_s" and "tokens_per_s"."""

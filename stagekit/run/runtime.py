@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stagekit.errors import BugError, ShapeError, UserError
+from stagekit.errors import BugError, PeerError, ShapeError, UserError
 from stagekit.plan.actions import Action
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.lowering import lower, receive_window, routes_of
@@ -68,7 +68,10 @@ class StepResult:
 
     def _settled(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise PeerError(f"exchange of the step's status: {error}") from error
             self._work = None
         return self._status
 
@@ -132,7 +135,7 @@ class Run:
         self.keep_output = True
         self.groups.barrier()
         self.clock_offset_ns = self.groups.measure_clock()
-        self._clock_base_ns = self.groups.share_clock_base()
+        self.clock_base_ns = self.groups.share_clock_base()
 
     # ---- steps
 
@@ -323,7 +326,7 @@ class Run:
 
     def _stamp(self, executor: Executor, stamps: Tensor) -> None:
         """Write first stage's forward start, last stage's forward end, first stage's backward end, per chunk."""
-        base = self._clock_base_ns + self.clock_offset_ns
+        base = self.clock_base_ns + self.clock_offset_ns
         last = self.placement.last_stage
         for (stage, op, chunk), (start, end, _) in executor.recorder.compute_ns().items():
             if stage == 0 and op == "F":

@@ -1,0 +1,101 @@
+"""`piped worker`: one rank of one attempt, from its first line to its exit status. Started by the shim only.
+
+Dies with its shim (PDEATHSIG). Exit 0 after `done`, 1 after `failed`. Imports torch only once it knows its job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+from piped.worker.link import Link, ShimGone
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run the rank that the shim assigns; return the exit status."""
+    _die_with_parent(os.getppid())
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    link = Link.from_environment()
+    try:
+        assignment = link.receive("assign")
+    except ShimGone:
+        return 1
+    status = 1
+    try:
+        from piped import logs
+        from piped.worker.train import train
+
+        logs.configure()
+        step = train(assignment, link)
+        link.send("done", step=step)
+        status = 0
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        text = traceback.format_exc()
+        print(text, file=sys.stderr, flush=True)
+        link.send("failed", **describe_failure(error, text))
+    link.flush()
+    # Libraries' exit handlers (gloo, inductor's pools) may wait for peers that are gone; nothing is left to save.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def describe_failure(error: BaseException, text: str) -> dict[str, Any]:
+    """Return the fields of a `failed` message: whose fault it looks like, and the whole traceback."""
+    peer_rank, is_transport, is_numeric, step = -1, False, False, -1
+    with contextlib.suppress(ImportError):
+        from piped.worker.train import NumericError, TrainingError
+        from stagekit.errors import PeerError
+
+        if isinstance(error, TrainingError):
+            step = error.step
+            cause = error.__cause__ or error
+            is_numeric = isinstance(cause, NumericError)
+            is_transport = isinstance(cause, PeerError) or _is_transport_text(cause)
+            if isinstance(cause, PeerError):
+                peer_rank = error.global_peer(cause.peer_rank)
+            error = cause
+    root: BaseException = error
+    while root.__cause__ is not None and not is_transport:
+        root = root.__cause__
+    message = f"{type(root).__name__}: {root}".splitlines()[0][:500]
+    return {
+        "is_transport": is_transport,
+        "is_numeric": is_numeric,
+        "peer_rank": peer_rank,
+        "message": message,
+        "traceback": text[-60_000:],
+        "step": step,
+    }
+
+
+def _is_transport_text(error: BaseException) -> bool:
+    """Collectives raise a plain RuntimeError whose text alone says that a connection broke."""
+    text = str(error)
+    signs = (
+        "gloo/transport",
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Timed out waiting",
+        "NCCL error",
+    )
+    return type(error).__name__ in ("RuntimeError", "DistBackendError", "DistNetworkError") and any(
+        sign in text for sign in signs
+    )
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request
+        os._exit(1)

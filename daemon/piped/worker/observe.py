@@ -1,0 +1,182 @@
+"""What a worker tells of each step: metrics, progress, records on the node, traces of chosen steps.
+
+Reads the executor's timings after a step; decides nothing about training. Called by piped.worker.train.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import monotonic, time
+from typing import Any
+
+from piped.metrics import DIRECTIONS, PHASES
+from piped.worker.histograms import Samples
+from piped.worker.link import Link
+from stagekit.plan.actions import Op
+from stagekit.plan.plan import Plan
+from stagekit.run.runtime import Run, StepResult
+
+REPORT_EVERY_S = 1.0
+_PHASE = {Op.F: "forward", Op.B: "backward"}
+_SENDS = {Op.SEND_F: "send_forward", Op.SEND_B: "send_backward"}
+
+
+class Observer:
+    """Samples of this rank, sent once a second and at the end.
+
+    The rank with the last stage of replica 0 also reports the job's own series: steps, loss, latencies.
+    """
+
+    def __init__(self, link: Link, run: Run, folder: Path, *, steps: int, expected: dict[str, float]) -> None:
+        self._link, self._run, self._folder, self._steps = link, run, folder, steps
+        self.samples = Samples()
+        self.is_reporter = run.replica == 0 and run.rank == run.placement.last_rank
+        self.tokens = 0  # of the current step's target, counted by the loss weight
+        self._sent_at = float("-inf")
+        self._records = (folder / "steps.jsonl").open("w") if self.is_reporter else None
+        self._declare(expected)
+
+    def _declare(self, expected: dict[str, float]) -> None:
+        samples = self.samples
+        for stage in map(str, self._run.own_stages):
+            for phase in PHASES:
+                samples.declare("piped_chunk_duration_seconds", stage=stage, phase=phase)
+            for direction in DIRECTIONS:
+                samples.declare("piped_p2p_bytes", stage=stage, direction=direction)
+                samples.declare("piped_p2p_wait_seconds", stage=stage, direction=direction)
+            samples.declare("piped_grad_sync_seconds", stage=stage)
+            samples.declare("piped_optimizer_duration_seconds", stage=stage)
+            samples.declare("piped_bubble_seconds", stage=stage)
+        if self.is_reporter:
+            for name in ("piped_steps", "piped_samples", "piped_tokens", "piped_step_duration_seconds"):
+                samples.declare(name)
+            for phase in PHASES:
+                samples.declare("piped_chunk_latency_seconds", phase=phase)
+            samples.set("piped_job_expected_bubble_ratio", expected["bubble"])
+            samples.set("piped_job_expected_step_seconds", expected["step_s"])
+
+    # ---- one step
+
+    def after_step(self, step: int, result: StepResult, *, step_s: float, optimizer_s: float) -> dict[str, float]:
+        """Record a finished step (its number from 1) and return what the program's `on_step` gets."""
+        self._observe_actions(step_s)
+        own = self._run.own_stages
+        for stage in map(str, own):
+            self.samples.observe("piped_optimizer_duration_seconds", optimizer_s / len(own), stage=stage)
+        metrics: dict[str, float] = {}
+        if self.is_reporter:
+            metrics = self._observe_job(step, result, step_s)
+        now = monotonic()
+        if now - self._sent_at >= REPORT_EVERY_S or step == self._steps:
+            self._sent_at = now
+            self._link.send("beat", step=step, action="", section="step")
+            if self.is_reporter:
+                self._link.send("progress", step=step, steps=self._steps, **metrics)
+            self.send_metrics()
+        return metrics
+
+    def _observe_actions(self, step_s: float) -> None:
+        samples, recorder = self.samples, self._run.executor.recorder
+        busy_ns = 0
+        for i, action in enumerate(recorder.actions):
+            duration_ns = recorder.end_ns[i] - recorder.start_ns[i]
+            stage = str(action.stage)
+            if action.op in _PHASE:
+                phase = _PHASE[action.op]
+                busy_ns += duration_ns
+                samples.observe("piped_chunk_duration_seconds", duration_ns * 1e-9, stage=stage, phase=phase)
+                if self._waits_for_peer(action.op, action.stage):
+                    wait_s = recorder.wait_ns[i] * 1e-9
+                    samples.observe("piped_p2p_wait_seconds", wait_s, stage=stage, direction=f"recv_{phase}")
+            elif action.op in _SENDS:
+                direction = _SENDS[action.op]
+                samples.observe("piped_p2p_wait_seconds", duration_ns * 1e-9, stage=stage, direction=direction)
+        for (stage_index, direction), size in self._run.executor.bytes.items():
+            samples.set("piped_p2p_bytes", size, stage=str(stage_index), direction=direction)
+        for stage_index in {entry[0] for entry in recorder.reduce}:
+            entries = [entry for entry in recorder.reduce if entry[0] == stage_index]
+            sync_ns = max(entry[3] for entry in entries) - min(entry[2] for entry in entries)
+            samples.observe("piped_grad_sync_seconds", sync_ns * 1e-9, stage=str(stage_index))
+        first = str(self._run.own_stages[0])
+        samples.add("piped_bubble_seconds", max(0.0, step_s - busy_ns * 1e-9), stage=first)
+
+    def _waits_for_peer(self, op: Op, stage: int) -> bool:
+        plan = self._run.plan
+        for edge in plan.model.edges:
+            if op is Op.F and stage in edge.targets and plan.stage_ranks[edge.source] != self._run.rank:
+                return True
+            returns = op is Op.B and edge.source == stage and edge.tensor.requires_grad
+            if returns and any(plan.stage_ranks[target] != self._run.rank for target in edge.targets):
+                return True
+        return False
+
+    def _observe_job(self, step: int, result: StepResult, step_s: float) -> dict[str, float]:
+        samples, replicas = self.samples, self._run.plan.replicas
+        rows = sum(self._run.executor.step.chunk_sizes) * replicas
+        tokens = (self.tokens or sum(self._run.executor.step.chunk_sizes)) * replicas
+        self.tokens = 0
+        samples.add("piped_steps", 1)
+        samples.add("piped_samples", rows)
+        samples.add("piped_tokens", tokens)
+        samples.set("piped_loss", result.loss)
+        samples.set("piped_job_last_step_timestamp_seconds", time())
+        samples.observe("piped_step_duration_seconds", step_s)
+        for phase, latencies in zip(PHASES, result.chunk_latencies_s(), strict=True):
+            for latency in latencies:
+                samples.observe("piped_chunk_latency_seconds", max(0.0, latency), phase=phase)
+        assert self._records is not None
+        record = {"step": step, "loss": result.loss, "duration_s": step_s, "tokens": tokens, "rows": rows}
+        self._records.write(json.dumps(record) + "\n")
+        self._records.flush()
+        return {"loss": result.loss, "step_s": step_s, "tokens_per_s": tokens / step_s}
+
+    def send_metrics(self) -> None:
+        """Send everything measured so far."""
+        self._link.send("metrics", samples=self.samples.snapshot())
+
+    # ---- traces
+
+    def write_trace(self, step: int, events: list[tuple[Any, ...]]) -> None:
+        """Append the actions of one step, on the clock of pipeline rank 0 and relative to the attempt's start."""
+        base = self._run.clock_base_ns + self._run.clock_offset_ns
+        with (self._folder / "trace.jsonl").open("a") as file:
+            for rank, stage, chunk, op, t0, t1 in events:
+                record = {"step": step, "rank": rank, "stage": stage, "chunk": chunk, "op": op}
+                file.write(json.dumps(record | {"start_ns": t0 - base, "end_ns": t1 - base}) + "\n")
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """Return the plan as the wire's PlanSummary says it."""
+    from stagekit.plan.plan import stage_output_bytes
+
+    stages = [
+        {
+            "index": stage.index,
+            "begins_at": stage.begins_at,
+            "num_parameters": sum(_numel(p.shape) for p in stage.parameters),
+            "parameter_bytes": sum(p.size_bytes for p in stage.parameters),
+            "output_bytes": stage_output_bytes(plan.model, stage),
+            "forward_s": stage.forward_s,
+            "backward_s": stage.backward_s,
+            "compile": plan.compile,
+            "buckets": [{"size_bytes": b.size_bytes, "parameters": list(b.parameters)} for b in stage.buckets],
+        }
+        for stage in plan.model.stages
+    ]
+    return {
+        "graph_hash": plan.model.graph_hash,
+        "schedule": plan.schedule,
+        "num_chunks": plan.num_chunks,
+        "stages": stages,
+        "expected_step_s": plan.timeline.makespan,
+        "expected_bubble_ratio": plan.timeline.bubble,
+        "bit_equal": plan.bit_equal,
+    }
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

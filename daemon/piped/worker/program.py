@@ -1,0 +1,48 @@
+"""Load a job's program: import it, build it, say clearly what is wrong with it. Nothing runs on a device here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from stagekit.errors import UserError
+
+REQUIRED = ("build_model", "example_inputs", "loss", "optimizer", "batches")
+
+
+def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = None) -> Any:
+    """Return the program `module:Class` built with `params`.
+
+    `source_dir` goes first on the import path. Raises UserError for a module or class that does not exist, for one that
+    lacks a method, and for params that its constructor does not take; what the user's code raises comes through.
+    """
+    if source_dir and source_dir not in sys.path:
+        sys.path.insert(0, source_dir)
+    module_name, _, class_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise UserError(
+                f"program {path}: there is no module {error.name!r} on this node; install it there, or name its folder "
+                "as `source` in the job file"
+            ) from error
+        raise
+    program_class = getattr(module, class_name, None)
+    if program_class is None:
+        names = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
+        raise UserError(
+            f"program {path}: {module_name} has no {class_name}; it defines {', '.join(names) or 'no class'}"
+        )
+    missing = [name for name in REQUIRED if not callable(getattr(program_class, name, None))]
+    if missing:
+        raise UserError(f"program {path}: {class_name} lacks {', '.join(missing)}; see stagekit.program.Program")
+    try:
+        inspect.signature(program_class).bind(**params)
+    except TypeError as error:
+        raise UserError(f"program {path}: params: {error}; it takes {inspect.signature(program_class)}") from error
+    return program_class(**params)
