@@ -1,0 +1,153 @@
+"""`piped node`, put together: state directory, channels, supervisor, session, bulk, metrics, health; and its end.
+
+The composition root: the only place here that builds channels and clocks or looks at the environment. SIGTERM ends the
+daemon and nothing else, unless stop_workers_on_exit is set. Called by piped.__main__.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+import structlog
+
+from piped import systemd
+from piped.config import NodeConfig, parse_address
+from piped.node import devices, http, metrics
+from piped.node.artifacts import downloader
+from piped.node.bulk import Bulk
+from piped.node.facts import FactBook
+from piped.node.health import HealthServer
+from piped.node.orders import Place
+from piped.node.session import CHANNEL_OPTIONS, NodeIdentity, Session
+from piped.node.state import StateDir, StateError
+from piped.node.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+_STOP_GRACE_S = 10.0
+_LAST_WORDS_S = 2.0
+
+
+async def run(config: NodeConfig) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit status. Raises ConfigError for what only this machine can tell."""
+    interface = devices.interface_of(config.data_address)
+    slots = await asyncio.to_thread(devices.find_slots, config.slots)
+    try:
+        state = StateDir(config.state_dir)
+    except StateError as error:
+        print(f"piped node: {error}", file=sys.stderr)
+        return 1
+    try:
+        place = Place(state.node_id, config.name, config.data_address, interface)
+        return await _serve(config, state, place, slots)
+    finally:
+        state.close()
+
+
+async def _serve(config: NodeConfig, state: StateDir, place: Place, slots: tuple[Any, ...]) -> int:
+    leave = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave.set)
+    collector = metrics.JobCollector(state.node_id, config.name)
+    try:
+        runner, metrics_address = await http.serve(
+            metrics.registry(collector), *parse_address(config.metrics, "metrics")
+        )
+    except OSError as error:
+        print(
+            f"piped node: metrics: {config.metrics} can't be bound: {error.strerror}; choose another", file=sys.stderr
+        )
+        return 1
+    health = HealthServer()
+    channel = grpc.aio.insecure_channel(config.coordinator, options=CHANNEL_OPTIONS)
+    bulk_channel = grpc.aio.insecure_channel(config.coordinator, options=CHANNEL_OPTIONS)
+    try:
+        health_address = await health.start(config.health) if config.health else None
+        state.publish_endpoints(metrics=metrics_address, health=health_address)
+        book = FactBook()
+        supervisor = Supervisor(
+            state,
+            place,
+            book,
+            collector,
+            downloader(bulk_channel),
+            base_env=dict(os.environ),
+            keep_attempts=config.keep_attempts,
+        )
+        supervisor.adopt()
+        identity = NodeIdentity(
+            node_id=state.node_id,
+            node_name=config.name,
+            host_key=state.host_key,
+            version=importlib.metadata.version("pipectl"),
+            data_address=config.data_address,
+            metrics_address=metrics_address,
+            slots=slots,
+        )
+
+        async def on_registration(is_registered: bool) -> None:
+            await health.set_registered(is_registered)
+            if is_registered:
+                systemd.notify("READY=1", f"STATUS=registered with {config.coordinator}")
+            else:
+                systemd.notify(f"STATUS=looking for {config.coordinator}")
+
+        session = Session(channel, identity, state, supervisor, book, on_registration)
+        bulk = Bulk(bulk_channel, state.node_id, state.attempts)
+        log.info("node_started", name=config.name, node_id=state.node_id, slots=len(slots), metrics=metrics_address)
+        work = {
+            "supervisor": supervisor.run(),
+            "session": session.run(),
+            "bulk": bulk.run(),
+            "watchdog": _feed_watchdog(),
+        }
+        await _until(leave, work, supervisor, book, stops_workers=config.stop_workers_on_exit)
+    finally:
+        await channel.close(None)
+        await bulk_channel.close(None)
+        await health.stop()
+        await runner.cleanup()
+    log.info("node_stopped")
+    return 0
+
+
+async def _until(
+    leave: asyncio.Event,
+    work: dict[str, Coroutine[Any, Any, None]],
+    supervisor: Supervisor,
+    book: FactBook,
+    *,
+    stops_workers: bool,
+) -> None:
+    """Run `work` until asked to leave, then end it by cancellation."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one, name=name) for name, one in work.items()]
+        await leave.wait()
+        systemd.notify("STOPPING=1")
+        if stops_workers:
+            try:
+                async with asyncio.timeout(_STOP_GRACE_S + 10.0):
+                    await supervisor.stop_all(_STOP_GRACE_S)
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await book.wait_empty()
+            except TimeoutError:
+                log.warning(
+                    "left_with_unfinished_work", running=[f for f, a in supervisor.observed().items() if a.started]
+                )
+        for task in tasks:
+            task.cancel()
+
+
+async def _feed_watchdog() -> None:
+    every_s = systemd.watchdog_interval_s()
+    while every_s is not None:
+        systemd.notify("WATCHDOG=1")
+        await asyncio.sleep(every_s)

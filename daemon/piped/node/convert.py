@@ -1,0 +1,96 @@
+"""Messages of pipeapi.v1 <-> the node's own types; the only module here, beside the rpc edges, that knows protobuf.
+
+Called by piped.node.session and piped.node.bulk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import json_format
+from pipeapi import jobspec
+from pipeapi.v1 import cluster_pb2, jobs_pb2, nodes_pb2
+
+from piped.node.model import DesiredAttempt, DesiredState, Fact, FactKey, Observed, Phase, RankPlacement, Shim, Slot
+
+_PHASES = {
+    nodes_pb2.PHASE_PREPARE: Phase.PREPARE,
+    nodes_pb2.PHASE_RUN: Phase.RUN,
+    nodes_pb2.PHASE_STOP: Phase.STOP,
+}
+_FACT_FIELDS = {field.name: field.number for field in nodes_pb2.Fact.DESCRIPTOR.oneofs_by_name["fact"].fields}
+_FACT_NAMES = {number: name for name, number in _FACT_FIELDS.items()}
+_FLOATS = ("loss", "tokens_per_s", "step_s")
+
+
+def desired_state(message: nodes_pb2.DesiredState, epoch: int) -> DesiredState:
+    """Return what `message` wants; an attempt in a phase that this version does not know is left alone."""
+    attempts = tuple(_desired_attempt(item) for item in message.attempts if item.phase in _PHASES)
+    return DesiredState(message.desired_rev, attempts, epoch)
+
+
+def _desired_attempt(item: nodes_pb2.DesiredAttempt) -> DesiredAttempt:
+    return DesiredAttempt(
+        fence=item.fence,
+        job_id=item.job_id,
+        attempt=item.attempt,
+        phase=_PHASES[item.phase],
+        spec=jobspec.to_dict(item.spec),
+        env=dict(item.spec.env),
+        ranks=tuple(_placement(rank) for rank in item.ranks),
+        store_endpoint=item.store_endpoint,
+        grace_s=item.grace_s,
+        stop_trigger=item.stop_trigger,
+    )
+
+
+def _placement(rank: nodes_pb2.RankPlacement) -> RankPlacement:
+    slot = Slot(rank.slot.index, rank.slot.device, rank.slot.uuid)
+    return RankPlacement(rank.rank, rank.replica, tuple(rank.stages), rank.node_id, rank.node_name, slot)
+
+
+def fact_message(fact: Fact) -> nodes_pb2.Fact:
+    """Return `fact` as a message. Raises ValueError when its body does not fit, e.g. a plan of another version."""
+    message = nodes_pb2.Fact(fence=fact.fence, boottime_ns=fact.boottime_ns)
+    if fact.rank is not None:
+        message.rank = fact.rank
+    try:
+        json_format.ParseDict({fact.kind: dict(fact.body)}, message, ignore_unknown_fields=True)
+    except json_format.ParseError as error:
+        raise ValueError(f"fact {fact.kind} of fence {fact.fence}, rank {fact.rank}: {error}") from error
+    return message
+
+
+def fact_key(message: nodes_pb2.FactKey) -> FactKey:
+    """Return the key that an acknowledgement names."""
+    rank = message.rank if message.HasField("rank") else None
+    return message.fence, rank, _FACT_NAMES.get(message.kind, "")
+
+
+def rank_progress(fence: int, rank: int, body: Mapping[str, Any]) -> nodes_pb2.RankProgress:
+    """Return where a rank is. Anything that is no number counts as absent: a worker said it."""
+    progress = jobs_pb2.Progress()
+    for name in ("step", "steps"):
+        value = body.get(name)
+        if isinstance(value, int) and 0 <= value < 1 << 63:
+            setattr(progress, name, value)
+    for name in _FLOATS:
+        value = body.get(name)
+        if isinstance(value, int | float) and (math.isfinite(value) or name == "loss"):
+            setattr(progress, name, float(value))
+    return nodes_pb2.RankProgress(fence=fence, rank=rank, progress=progress)
+
+
+def slot_message(slot: Slot) -> cluster_pb2.Slot:
+    """Return `slot` as a message."""
+    return cluster_pb2.Slot(index=slot.index, device=slot.device, uuid=slot.uuid)
+
+
+def observed_attempt(seen: Observed) -> nodes_pb2.ObservedAttempt:
+    """Return one attempt of the snapshot that opens a session."""
+    is_alive = seen.shim in (Shim.STARTING, Shim.CONNECTED)
+    return nodes_pb2.ObservedAttempt(
+        fence=seen.fence, job_id=seen.job_id, shim_alive=is_alive, started_ranks=sorted(seen.started)
+    )

@@ -1,0 +1,225 @@
+"""The session with the coordinator: a snapshot, then beats and facts up, desired state and acknowledgements down.
+
+Decides nothing: what comes down goes to the supervisor, what goes up is read from it and from the fact book. A broken
+session is opened again; workers do not notice. Built and run by piped.node.app.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from grpc.aio import EOF  # type: ignore[attr-defined]
+from pipeapi.v1 import nodes_pb2, nodes_pb2_grpc
+
+from piped.node import convert
+from piped.node.facts import FactBook
+from piped.node.model import Fact, Slot
+from piped.node.state import StateDir
+from piped.node.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+_OPEN_S = 10.0  # for the coordinator's Welcome
+_RETRY_MIN_S, _RETRY_MAX_S = 0.5, 2.0
+_REPORT_BYTES = 1 << 20  # facts per message; a message may have 4 MiB
+
+CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 500),  # the defaults took 4.7 s after an outage, these 0.44 s
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.enable_http_proxy", 0),  # http_proxy breaks loopback
+    ("grpc.use_local_subchannel_pool", 1),  # else two channels to one address share a connection
+)
+
+
+class SessionEnded(Exception):
+    """The session can't go on; the text says why. A new one is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """What a node says of itself when it registers."""
+
+    node_id: str
+    node_name: str
+    host_key: str
+    version: str
+    data_address: str
+    metrics_address: str
+    slots: tuple[Slot, ...]
+
+
+class Session:
+    """Keeps one session open; `run` never returns."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        identity: NodeIdentity,
+        state: StateDir,
+        supervisor: Supervisor,
+        book: FactBook,
+        on_registration: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        self._stub: Any = nodes_pb2_grpc.NodeServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._identity = identity
+        self._state = state
+        self._supervisor = supervisor
+        self._book = book
+        self._on_registration = on_registration
+        self._acknowledged_s = 0.0
+        self._loop_lag_s = 0.0
+
+    async def run(self) -> None:
+        """Hold sessions until cancelled."""
+        last_reason, delay_s = "", _RETRY_MIN_S
+        while True:
+            began_s = time.monotonic()
+            reason = await self._hold()
+            await self._on_registration(False)
+            if reason != last_reason or time.monotonic() - began_s > 60:
+                log.warning("session_ended", reason=reason)
+            last_reason = reason
+            delay_s = _RETRY_MIN_S if time.monotonic() - began_s > _OPEN_S else min(delay_s * 1.5, _RETRY_MAX_S)
+            await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))
+
+    async def _hold(self) -> str:
+        """Hold one session; return why it ended."""
+        call = self._stub.Session()
+        reason = "the stream is closed"
+        try:
+            welcome = await self._open(call)
+            self._book.resend()
+            await self._on_registration(True)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._hear(call, welcome.coordinator_epoch), name="session-hear")
+                group.create_task(self._speak(call, welcome), name="session-speak")
+        except* SessionEnded as group_error:
+            reason = str(group_error.exceptions[0])
+        except* grpc.aio.AioRpcError as group_error:
+            error = group_error.exceptions[0]
+            if isinstance(error, grpc.aio.AioRpcError):
+                reason = f"{error.code().name}: {error.details()}"
+        except* (grpc.aio.UsageError, asyncio.InvalidStateError) as group_error:  # a write after the stream's end
+            reason = f"the stream is closed: {group_error.exceptions[0]}"
+        finally:
+            call.cancel()
+        return reason
+
+    async def _open(self, call: Any) -> nodes_pb2.Welcome:
+        membership = self._state.membership
+        observed = self._supervisor.observed()
+        hello = nodes_pb2.Hello(
+            cluster_id=membership.cluster_id,
+            node_id=self._identity.node_id,
+            node_name=self._identity.node_name,
+            host_key=self._identity.host_key,
+            version=self._identity.version,
+            highest_epoch=membership.highest_epoch,
+            highest_fence=max([membership.highest_fence, *observed]),
+            data_address=self._identity.data_address,
+            metrics_address=self._identity.metrics_address,
+            slots=[convert.slot_message(slot) for slot in self._identity.slots],
+            attempts=[convert.observed_attempt(seen) for seen in observed.values()],
+        )
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                await call.write(nodes_pb2.SessionRequest(hello=hello))
+                first = await call.read()
+        except TimeoutError:
+            raise SessionEnded(f"no answer within {_OPEN_S} s") from None
+        if first is EOF:
+            code, details = await call.code(), await call.details()
+            raise SessionEnded(f"{code.name}: {details}")
+        if first.WhichOneof("message") != "welcome":
+            raise SessionEnded(f"the first message is {first.WhichOneof('message')}, no welcome; versions differ?")
+        await self._enter(first.welcome)
+        return nodes_pb2.Welcome.FromString(first.welcome.SerializeToString())
+
+    async def _enter(self, welcome: nodes_pb2.Welcome) -> None:
+        """Check that this is our cluster and its newest coordinator; remember both."""
+        membership = self._state.membership
+        if membership.cluster_id and welcome.cluster_id != membership.cluster_id:
+            raise SessionEnded(
+                f"the coordinator belongs to cluster {welcome.cluster_id}, this node to {membership.cluster_id} "
+                f"(state_dir {self._state.path}); name the right coordinator, or start with a fresh --state-dir"
+            )
+        if welcome.coordinator_epoch < membership.highest_epoch:
+            raise SessionEnded(
+                f"the coordinator's epoch {welcome.coordinator_epoch} is older than {membership.highest_epoch}, which "
+                "this node has seen: its store was rolled back or it is no longer the active one"
+            )
+        await asyncio.to_thread(self._state.remember, cluster_id=welcome.cluster_id, epoch=welcome.coordinator_epoch)
+        self._acknowledged_s = time.monotonic()
+        log.info("session_open", cluster_id=welcome.cluster_id, epoch=welcome.coordinator_epoch)
+
+    async def _hear(self, call: Any, epoch: int) -> None:
+        while (message := await call.read()) is not EOF:
+            match message.WhichOneof("message"):
+                case "beat_ack":
+                    self._acknowledged_s = time.monotonic()
+                case "desired":
+                    self._supervisor.want(convert.desired_state(message.desired, epoch))
+                case "fact_ack":
+                    self._supervisor.acknowledge([convert.fact_key(key) for key in message.fact_ack.keys])
+        code, details = await call.code(), await call.details()
+        raise SessionEnded(f"{code.name}: {details}" if details else f"closed by the coordinator ({code.name})")
+
+    async def _speak(self, call: Any, welcome: nodes_pb2.Welcome) -> None:
+        """Write beats when they are due and facts when there are any: one writer, as a stream allows."""
+        beat_seq, due_s = 0, time.monotonic()
+        while True:
+            await self._send_facts(call)
+            now_s = time.monotonic()
+            if now_s >= due_s:
+                self._loop_lag_s = now_s - due_s
+                due_s = now_s + welcome.beat_s
+                beat_seq += 1
+                await call.write(nodes_pb2.SessionRequest(beat=self._beat(beat_seq)))
+                silent_s = now_s - self._acknowledged_s
+                if silent_s > max(welcome.lease_ttl_s, 3 * welcome.beat_s):
+                    raise SessionEnded(f"no beat was acknowledged for {silent_s:.1f} s")
+            try:
+                async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
+                    await self._book.changed.wait()
+            except TimeoutError:
+                pass
+
+    def _beat(self, beat_seq: int) -> nodes_pb2.Beat:
+        desired = self._supervisor.desired
+        return nodes_pb2.Beat(
+            beat_seq=beat_seq,
+            sent_boottime_ns=time.clock_gettime_ns(time.CLOCK_BOOTTIME),
+            loop_lag_s=self._loop_lag_s,
+            desired_rev=desired.desired_rev if desired else 0,
+            progress=[convert.rank_progress(*one) for one in self._supervisor.progress()],
+        )
+
+    async def _send_facts(self, call: Any) -> None:
+        report, size = nodes_pb2.FactReport(), 0
+        for fact in self._book.take_unsent():
+            message = self._message(fact)
+            if message is None:
+                continue
+            if size and size + message.ByteSize() > _REPORT_BYTES:
+                await call.write(nodes_pb2.SessionRequest(facts=report))
+                report, size = nodes_pb2.FactReport(), 0
+            report.facts.append(message)
+            size += message.ByteSize()
+        if size:
+            await call.write(nodes_pb2.SessionRequest(facts=report))
+
+    def _message(self, fact: Fact) -> nodes_pb2.Fact | None:
+        try:
+            return convert.fact_message(fact)
+        except ValueError as error:  # a worker of another version, or user code on its channel: never to be sent
+            log.error("fact_malformed", error=str(error))
+            self._supervisor.acknowledge([fact.key])
+            return None
