@@ -69,6 +69,7 @@ class Captured:
     symbols: SymbolTable
     aliases: tuple[tuple[str, str], ...]
     tensors: Mapping[str, Tensor]  # fake parameters and buffers by name, also those that the graph does not use
+    buffers: frozenset[str]
     persistent: frozenset[str]  # parameters and buffers that belong into a state_dict
     source: ValueSource
     lifted: Mapping[str, Tensor]  # constants that export made
@@ -191,13 +192,19 @@ def _export(
     for symbolic in (True, False):
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
         skeleton = skeleton_of(module, mode, device)
-        values = [_fake_input(leaf.value, dim, mode, device, symbolic) for leaf, dim in zip(leaves, split_dims, strict=True)]
+        values = [
+            _fake_input(leaf.value, dim, mode, device, symbolic) for leaf, dim in zip(leaves, split_dims, strict=True)
+        ]
         fake_args, fake_kwargs = pytree.tree_unflatten(values, in_tree)
         dims = [_dynamic(value, dim) if symbolic else None for value, dim in zip(values, split_dims, strict=True)]
         shapes = pytree.tree_unflatten(dims, in_tree)
         try:
             exported = torch.export.export(
-                skeleton, fake_args, fake_kwargs, strict=False, dynamic_shapes=_by_name(skeleton, shapes) if symbolic else None
+                skeleton,
+                fake_args,
+                fake_kwargs,
+                strict=False,
+                dynamic_shapes=_by_name(skeleton, shapes) if symbolic else None,
             )
             return exported, _mode_of(exported), skeleton
         except Exception as error:
@@ -233,7 +240,7 @@ def _fake_input(value: Any, split_dim: int | None, mode: FakeTensorMode, device:
 def _dynamic(value: Any, split_dim: int | None) -> dict[int, Any] | None:
     if not isinstance(value, Tensor):
         return None
-    return {dim: torch.export.Dim.AUTO for dim in symbolic_dims(value, split_dim)}
+    return dict.fromkeys(symbolic_dims(value, split_dim), torch.export.Dim.AUTO)
 
 
 def _by_name(module: nn.Module, shapes: Any) -> Any:
@@ -302,6 +309,7 @@ def _captured(
         symbols=table,
         aliases=aliases,
         tensors=tensors,
+        buffers=frozenset(name for name, _ in skeleton.named_buffers(remove_duplicate=False)),
         persistent=frozenset(skeleton.state_dict(keep_vars=True)),
         source=source,
         lifted={k: v for k, v in exported.constants.items() if isinstance(v, Tensor) and k not in tensors},
@@ -323,7 +331,9 @@ def _placeholder_value(node: fx.Node, origin: Origin, leaves: list[Leaf]) -> Any
     return value.detach().requires_grad_(wants)
 
 
-def _settle(graph: fx.Graph, origins: Mapping[str, Origin], fakes: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, int]:
+def _settle(
+    graph: fx.Graph, origins: Mapping[str, Origin], fakes: Mapping[str, Any], mode: FakeTensorMode
+) -> dict[str, int]:
     """Run the alias passes until nothing changes; return the storage numbers of the final graph."""
     inputs = {name for name, origin in origins.items() if origin.kind == "input"}
     while True:
@@ -367,7 +377,10 @@ def _origins(
             continue
         by_target[target] = spec.arg.name
         origins[spec.arg.name] = Origin(
-            kind, canonical_of.get(target, target), persistent=target in persistent, requires_grad=grads.get(target, False)
+            kind,
+            canonical_of.get(target, target),
+            persistent=target in persistent,
+            requires_grad=grads.get(target, False),
         )
     for alias, name in canonical_of.items():
         if alias in by_target and name in by_target:

@@ -53,7 +53,10 @@ def _copy(module: fx.GraphModule, graph: fx.Graph, values: dict[fx.Node, Any], c
             entered, body, operands = region
             body_module = values[body]
             body_module.meta["region"] = True
-            inner = {p: values[o] if isinstance(o, fx.Node) else o for p, o in zip(_inputs(body_module), operands, strict=True)}
+            inner = {
+                p: values[o] if isinstance(o, fx.Node) else o
+                for p, o in zip(_inputs(body_module), operands, strict=True)
+            }
             values[node] = _copy(body_module, graph, inner, (*context, entered))
             continue
         if node.target is operator.getitem and isinstance(values.get(node.args[0]), tuple | list):

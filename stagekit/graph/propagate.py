@@ -76,6 +76,10 @@ def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 
 def line_of(node: fx.Node) -> str:
     """Return " at file:line in name" of the user's innermost line that made the node, or ""."""
-    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
+    lines = [
+        line.strip()
+        for line in str(node.meta.get("stack_trace") or "").splitlines()
+        if line.strip().startswith("File ")
+    ]
     own = [line for line in lines if "/torch/" not in line] or lines
     return f" at {own[-1].removeprefix('File ')}" if own else ""

@@ -21,7 +21,7 @@ _ESCAPES = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::nonzero
 _REFUSED = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_"})
 
 
-class NeedsRealBuild(Exception):  # noqa: N818 - a decision, not an error: the model is then built for real
+class NeedsRealBuild(Exception):
     """The constructor does something that a log can't stand for; the text says what."""
 
 

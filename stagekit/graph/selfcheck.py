@@ -38,7 +38,9 @@ def self_check(captured: Captured, model: nn.Module | Callable[[], nn.Module], l
     return "structural"
 
 
-def _check_values(captured: Captured, model: nn.Module | Callable[[], nn.Module], leaves: list[Leaf], seed: int) -> None:
+def _check_values(
+    captured: Captured, model: nn.Module | Callable[[], nn.Module], leaves: list[Leaf], seed: int
+) -> None:
     reference = copy.deepcopy(model) if isinstance(model, nn.Module) else build_for_real(model, seed)
     if not isinstance(model, nn.Module):
         _check_start(captured, reference)
@@ -138,7 +140,9 @@ def _check_structure(captured: Captured, leaves: list[Leaf]) -> None:
     skeleton = skeleton_of(captured.module, captured.mode, captured.device)
     with captured.mode:
         values = [
-            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=captured.device) if isinstance(v, Tensor) else v
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=captured.device)
+            if isinstance(v, Tensor)
+            else v
             for v in (leaf.value for leaf in leaves)
         ]
         args, kwargs = pytree.tree_unflatten(values, captured.in_tree)
@@ -163,7 +167,9 @@ def _reached(outputs: list[Any]) -> set[int]:
             continue
         seen.add(node)
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            raise CaptureError(f"{node.name()} is a custom autograd.Function: its backward would be lost in the capture")
+            raise CaptureError(
+                f"{node.name()} is a custom autograd.Function: its backward would be lost in the capture"
+            )
         if hasattr(node, "variable"):
             found.add(id(node.variable))
         todo += [following for following, _ in node.next_functions if following is not None]

@@ -94,7 +94,9 @@ def _batch_dim(leaf: Leaf, first: Leaf, size: int) -> int | None:
     if isinstance(leaf.spec, Split):
         dim = leaf.spec.dim
         if not -len(shape) <= dim < len(shape) or shape[dim] != size:
-            raise ShapeError(f"{leaf.name} has shape {shape}; Split({dim}) does not find {first.name}'s {size} rows there")
+            raise ShapeError(
+                f"{leaf.name} has shape {shape}; Split({dim}) does not find {first.name}'s {size} rows there"
+            )
         return dim % len(shape)
     if leaf is first:
         return 0

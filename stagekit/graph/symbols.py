@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch.utils._sympy.functions import Max, Min
 from torch.utils._sympy.printers import PythonPrinter
 
 from stagekit.errors import CaptureError
@@ -34,7 +35,12 @@ class SymbolTable:
         if expr.is_number:
             return int(expr)
         self.check_known(expr)
-        renamed = expr.xreplace({old: sympy.Symbol(new, integer=True, positive=True) for old, new in self.names.items()})
+        expr = _without_min_max(expr)
+        if expr.is_number:
+            return int(expr)
+        renamed = expr.xreplace(
+            {old: sympy.Symbol(new, integer=True, positive=True) for old, new in self.names.items()}
+        )
         return str(PythonPrinter().doprint(renamed))
 
     def example(self, size: Any) -> Any:
@@ -70,6 +76,16 @@ class SymbolTable:
         return tuple(self.example(s) for s in tensor.size()), tuple(self.example(s) for s in tensor.stride())
 
 
+def _without_min_max(expr: sympy.Expr) -> sympy.Expr:
+    """Decide Min and Max by the fact that every size is at least 1: min(64, 64*s) is 64."""
+    if not expr.has(Min, Max):
+        return expr
+    above_one = {s: sympy.Symbol(f"{s.name}_less_1", integer=True, nonnegative=True) for s in expr.free_symbols}
+    shifted = expr.replace(Min, sympy.Min).replace(Max, sympy.Max)
+    shifted = shifted.xreplace({s: t + 1 for s, t in above_one.items()}).expand()
+    return shifted.doit().xreplace({t: s - 1 for s, t in above_one.items()}).expand()
+
+
 def symbol_table(
     fakes: list[Any], examples: list[Any], split_dims: list[int | None], ranges: Mapping[sympy.Symbol, Any]
 ) -> SymbolTable:
@@ -89,7 +105,13 @@ def symbol_table(
                 low, high = _bounds(ranges.get(symbol))
                 example = int(examples[index].size(dim))
                 found[names[symbol]] = dict(
-                    name=names[symbol], example=example, minimum=low, maximum=high, graph_input=index, dim=dim, is_batch=is_batch
+                    name=names[symbol],
+                    example=example,
+                    minimum=low,
+                    maximum=high,
+                    graph_input=index,
+                    dim=dim,
+                    is_batch=is_batch,
                 )
             elif is_batch:
                 found[names[symbol]]["is_batch"] = True

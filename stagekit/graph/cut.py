@@ -1,0 +1,184 @@
+"""Cut a capture into stages: `cut` chooses the positions, names what each stage owns and writes the ModelSpec.
+
+Policies: "balanced" (measured costs, exact partition), "parameters", "layers", module paths, or the cut of a published
+plan. What is legal comes from graph.layout, the partition from plan.partition, the graphs from graph.stages. Called
+through `Captured.cut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from stagekit.errors import SplitError
+from stagekit.graph.bucket import Group, group_nodes
+from stagekit.graph.buckets import BucketRule
+from stagekit.graph.choose import Choice, choose
+from stagekit.graph.layout import Layout, lay_out
+from stagekit.graph.module import StageModule, make_stage_module
+from stagekit.graph.stages import Chain, StageGraph, build_chain
+from stagekit.plan.contract import Bucket, ModelSpec, ParameterSpec, StageSpec
+
+if TYPE_CHECKING:
+    from stagekit.graph.capture import Captured
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A capture cut into stages. `spec` says everything about it; `stage_module` makes a stage to run."""
+
+    captured: Captured
+    spec: ModelSpec
+    buckets: BucketRule | None
+    graphs: tuple[StageGraph, ...] = field(repr=False)
+    edge_fakes: Mapping[str, Any] = field(repr=False)
+
+    def stage_module(
+        self,
+        index: int,
+        *,
+        device: str | torch.device = "cpu",
+        compile: str = "eager",
+        dtype: torch.dtype | None = None,
+    ) -> StageModule:
+        """Return stage `index` on `device`, holding only its own parameters and buffers, under their original names.
+
+        `compile`: "eager", or any torch.compile backend, applied to each bucket. `dtype` casts floating values.
+        """
+        if not 0 <= index < len(self.graphs):
+            raise SplitError(f"there is no stage {index}; the model was cut into {len(self.graphs)}")
+        return make_stage_module(self, self.graphs[index], device=device, compile=compile, dtype=dtype)
+
+
+def cut(
+    captured: Captured,
+    split: str | Sequence[str],
+    stages: int,
+    *,
+    buckets: BucketRule | None,
+    chunks: int,
+    at_nodes: Sequence[str] | None,
+) -> Cut:
+    """Return `captured` cut into `stages` stages; see `Captured.cut`."""
+    if chunks < 1:
+        raise SplitError(f"{chunks} chunks: a batch has at least 1")
+    layout = lay_out(captured)
+    with torch.random.fork_rng(devices=[]):
+        choice = choose(captured, layout, split, stages, at_nodes)
+        stage_of = {node: _stage_at(choice.begins, i) for i, node in enumerate(layout.nodes) if node in layout.work}
+        chain = build_chain(captured, layout, stage_of, stages)
+    owned = _owned(captured, chain)
+    specs = tuple(_stage_spec(captured, layout, choice, chain, i, owned[i], buckets) for i in range(stages))
+    spec = ModelSpec(
+        inputs=captured.inputs,
+        symbols=captured.symbols.symbols,
+        stages=specs,
+        edges=chain.edges,
+        outputs=chain.outputs,
+        aliases=captured.aliases,
+        graph_hash=captured.graph_hash,
+        self_check=captured.self_check,
+        split_report=choice.report,
+    )
+    return Cut(captured, spec, buckets, chain.stages, chain.edge_fakes)
+
+
+def _stage_at(begins: Sequence[int], position: int) -> int:
+    return sum(position >= begin for begin in begins[1:])
+
+
+def _owned(captured: Captured, chain: Chain) -> list[list[str]]:
+    """Return the canonical parameter and buffer names per stage; unused ones go to their nearest relatives."""
+    canonical = dict(captured.aliases)
+    names = [name for name in captured.tensors if name not in canonical and _is_state(captured, name)]
+    used = [{s.name for s in stage.states if s.kind != "constant"} for stage in chain.stages]
+    owned: list[list[str]] = [[] for _ in chain.stages]
+    for name in names:
+        readers = [i for i, held in enumerate(used) if name in held]
+        for index in readers or [_nearest(name, used)]:
+            owned[index].append(name)
+    return owned
+
+
+def _is_state(captured: Captured, name: str) -> bool:
+    return isinstance(captured.tensors[name], nn.Parameter) or name in captured.buffers
+
+
+def _nearest(name: str, used: Sequence[set[str]]) -> int:
+    """Return the stage that uses the name with the longest common module path; the first one if there is none."""
+
+    def common(other: str) -> int:
+        count = 0
+        for a, b in zip(name.split("."), other.split("."), strict=False):
+            if a != b:
+                break
+            count += 1
+        return count
+
+    best = [max((common(other) for other in held), default=0) for held in used]
+    return best.index(max(best))
+
+
+def _stage_spec(
+    captured: Captured, layout: Layout, choice: Choice, chain: Chain, index: int, owned: list[str], rule: BucketRule | None
+) -> StageSpec:
+    stage = chain.stages[index]
+    parameters = tuple(
+        ParameterSpec(
+            name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad, t.numel() * t.element_size()
+        )
+        for name in owned
+        if isinstance(t := captured.tensors[name], nn.Parameter)
+    )
+    ends = [*choice.begins[1:], len(layout.nodes)]
+    nodes = [n for n in layout.nodes[choice.begins[index] : ends[index]] if n in layout.work]
+    costs = [choice.costs[n.name] for n in nodes if n.name in choice.costs]
+    return StageSpec(
+        index=index,
+        begins_at=_module_path(nodes[0]) if nodes else "",
+        first_node=nodes[0].name if nodes else "",
+        inputs=stage.inputs,
+        outputs=stage.outputs,
+        parameters=parameters,
+        buffers=tuple(name for name in owned if not isinstance(captured.tensors[name], nn.Parameter)),
+        buckets=_bucket_specs(stage, parameters, rule),
+        forward_s=sum(cost.forward_s for cost in costs),
+        backward_s=sum(cost.backward_s for cost in costs),
+    )
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]).partition("@")[0] if stack else ""
+
+
+def _bucket_specs(
+    stage: StageGraph, parameters: Sequence[ParameterSpec], rule: BucketRule | None
+) -> tuple[Bucket, ...]:
+    """Return the buckets of a stage, last layers first; parameters that nothing reads join the last one."""
+    sizes = {p.name: p.size_bytes for p in parameters if p.requires_grad}
+    if not sizes:
+        return ()
+    placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"][len(stage.inputs) :]
+    weights = {
+        node: {state.name: sizes[state.name]}
+        for node, state in zip(placeholders, stage.states, strict=False)
+        if state.kind == "parameter" and state.name in sizes
+    }
+    groups = group_nodes(stage.graph, weights, rule or BucketRule(1 << 62))
+    return _with_unread([g for g in reversed(groups) if g.parameters], sizes)
+
+
+def _with_unread(groups: Sequence[Group], sizes: dict[str, int]) -> tuple[Bucket, ...]:
+    read = {name for group in groups for name in group.parameters}
+    unread = tuple(name for name in sizes if name not in read)
+    buckets = [Bucket(group.size_bytes, group.parameters) for group in groups]
+    if unread:
+        last = buckets.pop() if buckets else Bucket(0, ())
+        buckets.append(Bucket(last.size_bytes + sum(sizes[n] for n in unread), last.parameters + unread))
+    return tuple(buckets)
+

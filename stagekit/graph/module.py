@@ -1,0 +1,164 @@
+"""A stage as a module to run: its own parameters and buffers under their original names, its graph in buckets.
+
+`make_stage_module` is the only place of stagekit.graph that makes real tensors for training. It materialises what one
+stage owns and nothing else. Called through `Cut.stage_module`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from stagekit.errors import UserError
+from stagekit.graph.bucket import split
+from stagekit.graph.buckets import BucketRule
+from stagekit.graph.randomness import functional_dropout
+from stagekit.graph.stages import StageGraph, stage_fakes
+from stagekit.plan.contract import Bucket, StageSpec
+
+if TYPE_CHECKING:
+    from stagekit.graph.cut import Cut
+
+
+class StageModule(nn.Module):
+    """Runs one stage: `module(*inputs)` in the order of `StageSpec.inputs` returns a tuple of tensors.
+
+    `state_dict()` has the names of the unsplit model. `buckets` is `StageSpec.buckets`.
+    """
+
+    buckets: tuple[Bucket, ...]
+
+    def __init__(self, spec: StageSpec, tensors: Mapping[str, Tensor], persistent: frozenset[str]) -> None:
+        super().__init__()
+        object.__setattr__(self, "buckets", spec.buckets)
+        object.__setattr__(self, "_run", None)
+        self._seed_base: tuple[int, ...] = ()
+        self._has_regions = False
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        for name, tensor in tensors.items():
+            self._register(name, tensor, name in persistent)
+
+    def _register(self, name: str, tensor: Tensor, persistent: bool) -> None:
+        owner, leaf = self._owner(name)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(leaf, tensor)
+        else:
+            owner.register_buffer(leaf, tensor, persistent=persistent)
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        *path, leaf = name.split(".")
+        owner: nn.Module = self
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        return owner, leaf
+
+    def bind(self, run: Callable[..., Any], states: Sequence[str], *, draws: bool, has_regions: bool) -> None:
+        """Set what a call runs: `run(*inputs, *states, seed base)`. Called once, by `make_stage_module`."""
+        object.__setattr__(self, "_run", run)  # not a submodule: the stage's modules are the model's
+        self._seed_base = (0,) if draws else ()
+        self._has_regions = has_regions
+        self._slots = []
+        for name in states:
+            owner, leaf = self._owner(name)
+            held: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+            self._slots.append((held, leaf))
+
+    def set_seed_base(self, base: int) -> None:
+        """Set what the random operations of the next forward draw from, together with their number in the capture."""
+        if self._seed_base:
+            self._seed_base = (base,)
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """Return the stage's outputs; inputs are never mutated, and no output aliases one."""
+        states = [held[name] for held, name in self._slots]
+        if not self._has_regions:
+            return self._run(*inputs, *states, *self._seed_base)  # type: ignore[misc,no-any-return]
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # an exception inside a no_grad region leaves it
+            return self._run(*inputs, *states, *self._seed_base)  # type: ignore[misc,no-any-return]
+
+
+def make_stage_module(
+    cut: Cut, stage: StageGraph, *, device: str | torch.device, compile: str, dtype: torch.dtype | None
+) -> StageModule:
+    """Return stage `stage` with real values on `device`, its buckets compiled with backend `compile`."""
+    captured, spec = cut.captured, cut.spec.stages[stage.index]
+    if torch.device(device).type != captured.device and torch.device(device).type != "meta":
+        raise UserError(f"the model was captured for {captured.device}; capture it with device={str(device)!r} to run there")
+    tensors = _materialise(cut, stage, device, dtype)
+    constants = {s.name for s in stage.states if s.kind == "constant"}
+    module = StageModule(spec, tensors, captured.persistent - constants)
+    run = _runner(cut, stage, compile)
+    names = [state.name for state in stage.states]
+    module.bind(run, names, draws=stage.draws, has_regions=stage.has_regions)
+    return module
+
+
+def _materialise(
+    cut: Cut, stage: StageGraph, device: str | torch.device, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Return the stage's parameters and buffers by every name they have, tied names sharing one tensor."""
+    captured, spec = cut.captured, cut.spec.stages[stage.index]
+    constants = [s.name for s in stage.states if s.kind == "constant"]
+    names = [*(p.name for p in spec.parameters), *spec.buffers]
+    from_source = [*names, *(name for name in constants if name not in captured.lifted)]
+    values = captured.source.take(from_source)
+    values |= {name: captured.lifted[name].detach().clone() for name in constants if name in captured.lifted}
+    tensors: dict[str, Tensor] = {}
+    requires_grad = {p.name: p.requires_grad for p in spec.parameters}
+    for name, value in values.items():
+        value = value.detach().to(device)
+        if dtype is not None and value.is_floating_point():
+            value = value.to(dtype)
+        tensors[name] = nn.Parameter(value, requires_grad[name]) if name in requires_grad else value
+    for alias, canonical in cut.spec.aliases:
+        if canonical in tensors:
+            tensors[alias] = tensors[canonical]
+    return tensors
+
+
+def _runner(cut: Cut, stage: StageGraph, backend: str) -> Callable[..., Any]:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(stage.graph, {}))
+    if backend != "eager":
+        _make_compilable(graph, stage, backend)
+    gm = fx.GraphModule(nn.Module(), graph)
+    rule = cut.buckets or BucketRule(1 << 62)
+    fakes = stage_fakes(cut.captured, stage, cut.edge_fakes)
+    examples = [fakes[node.name] for node in stage.graph.nodes if node.op == "placeholder"]
+    result = split(
+        gm, examples, cap_bytes=rule.cap_bytes, first_cap_bytes=rule.first_cap_bytes, compile_fn=_compile_fn(backend)
+    )
+    return result.module
+
+
+def _make_compilable(graph: fx.Graph, stage: StageGraph, backend: str) -> None:
+    seed = next((node for node in graph.nodes if node.op == "placeholder" and node.name == "seed_base"), None)
+    remaining = functional_dropout(graph, seed) if seed is not None and stage.draws else []
+    if remaining:
+        raise UserError(
+            f"stage {stage.index} draws random numbers in {', '.join(remaining)}, which can't be compiled with "
+            f'{backend!r} independently of the cut; use compile="eager", or dropout in place of it'
+        )
+
+
+def _compile_fn(backend: str) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+    if backend == "eager":
+        return lambda bucket, examples: bucket
+    try:
+        torch._dynamo.lookup_backend(backend)
+    except Exception as error:
+        raise UserError(f"compile={backend!r} is no backend of torch.compile here: {error}") from error
+    return lambda bucket, examples: torch.compile(bucket, backend=backend, dynamic=_is_dynamic(examples))
+
+
+def _is_dynamic(examples: list[Any]) -> bool:
+    """Tell whether any size differs between chunks; static graphs compile to faster code."""
+    sizes = [size for t in examples if isinstance(t, Tensor) for size in t.size()]
+    return any(isinstance(value, torch.SymInt) for value in (*sizes, *examples))
+
+
