@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from piped.worker.link import Link
 from piped.worker.observe import Observer, plan_summary
-from piped.worker.program import load_program
+from stagekit.load import load_program
 from stagekit.api import Pipeline, capture_model, plan_pipeline
 from stagekit.errors import UserError
 from stagekit.program import Batch

@@ -1,0 +1,91 @@
+"""`pipectl describe`: everything about one job."""
+
+from __future__ import annotations
+
+import click
+from pipeapi.v1 import jobs_pb2
+
+from pipectl import output
+from pipectl.api import Coordinator
+from pipectl.context import coordinator_address
+
+
+@click.command()
+@click.argument("job")
+@click.pass_obj
+def describe(coordinator: str | None, job: str) -> None:
+    """Show JOB: its state, where every stage runs, its buckets, and why it failed."""
+    show(Coordinator(coordinator_address(coordinator)).get(job))
+
+
+def show(job: jobs_pb2.Job) -> None:
+    """Print a job."""
+    pipeline, train = job.spec.pipeline, job.spec.train
+    facts = [
+        ("Job", job.job_id),
+        ("Name", job.name),
+        ("State", output.progress_line(job)),
+        ("Attempt", f"{job.attempt} (fence {job.fence})" if job.attempt else "none yet"),
+        ("Program", job.spec.program),
+        (
+            "Pipeline",
+            f"{pipeline.stages} stages × {pipeline.replicas} replicas, {pipeline.schedule}, {pipeline.chunks} chunks",
+        ),
+        ("Training", f"{train.steps} steps, seed {train.seed}"),
+    ]
+    if job.plan.stages:
+        plan = job.plan
+        facts.append(
+            ("Expected", f"{plan.expected_step_s * 1e3:.1f} ms a step, bubble {plan.expected_bubble_ratio:.1%}")
+        )
+        facts.append(("Bit-equal", f"{plan.bit_equal} (graph {plan.graph_hash[:12]})"))
+    for label, value in facts:
+        click.echo(f"{label + ':':<11}{output.safe(str(value))}")
+    if job.workers:
+        click.echo()
+        _show_placement(job)
+    if job.plan.stages:
+        click.echo()
+        _show_stages(job.plan)
+    if job.HasField("failure"):
+        click.echo(f"\nFailure:   {output.failure_text(job)}")
+
+
+def _show_placement(job: jobs_pb2.Job) -> None:
+    rows = [
+        (
+            stage,
+            worker.rank,
+            worker.replica,
+            worker.node_name,
+            worker.device,
+            output.worker_state_name(worker),
+            worker.pid or "-",
+        )
+        for worker in sorted(job.workers, key=lambda w: (min(w.stages, default=0), w.replica))
+        for stage in worker.stages
+    ]
+    output.table(("STAGE", "RANK", "REPLICA", "NODE", "DEVICE", "STATE", "PID"), rows)
+
+
+def _show_stages(plan: jobs_pb2.PlanSummary) -> None:
+    rows = []
+    for stage in plan.stages:
+        head = (stage.index, stage.begins_at, stage.num_parameters, output.size(stage.parameter_bytes))
+        times = (f"{stage.forward_s * 1e3:.1f}", f"{stage.backward_s * 1e3:.1f}", stage.compile)
+        rows.append((*head, *times, len(stage.buckets)))
+    header = ("STAGE", "BEGINS AT", "PARAMETERS", "BYTES", "FORWARD ms", "BACKWARD ms", "COMPILE", "BUCKETS")
+    output.table(header, rows)
+    click.echo()
+    output.table(
+        ("STAGE", "BUCKET", "BYTES", "PARAMETERS"),
+        [
+            (stage.index, number, output.size(bucket.size_bytes), _names(list(bucket.parameters)))
+            for stage in plan.stages
+            for number, bucket in enumerate(stage.buckets)
+        ],
+    )
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names)})"

@@ -1,0 +1,128 @@
+"""What commands print: tables, JSON, YAML. Data goes to stdout, prose to stderr; control characters are escaped."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from pipeapi.v1 import cluster_pb2, jobs_pb2
+
+
+def note(text: str) -> None:
+    """Print prose."""
+    click.echo(text, err=True)
+
+
+def safe(text: str, *, keep: str = "\n\t") -> str:
+    """Escape control and direction characters, which could forge what a terminal shows."""
+    return "".join(
+        c if c in keep or unicodedata.category(c) not in ("Cc", "Cf") else c.encode("unicode_escape").decode()
+        for c in text
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print left-aligned columns."""
+    cells = [list(header), *[[safe(str(value), keep="") for value in row] for row in rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    for row in cells:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def to_dict(message: Message) -> dict[str, Any]:
+    """Return a message as plain values under its proto names."""
+    return json_format.MessageToDict(message, preserving_proto_field_name=True)
+
+
+def dump(messages: Sequence[Message], form: str, *, single: bool) -> None:
+    """Print messages as JSON or YAML: one document, a list unless `single`."""
+    data: Any = [to_dict(message) for message in messages]
+    if single:
+        data = data[0]
+    if form == "json":
+        click.echo(json.dumps(data, indent=2))
+    else:
+        import yaml
+
+        click.echo(yaml.safe_dump(data, sort_keys=False), nl=False)
+
+
+def state_name(job: jobs_pb2.Job) -> str:
+    """Return QUEUED, RUNNING, …"""
+    return jobs_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_")
+
+
+def node_state_name(node: cluster_pb2.Node) -> str:
+    """Return READY, LOST, …"""
+    return cluster_pb2.NodeState.Name(node.state).removeprefix("NODE_STATE_")
+
+
+def worker_state_name(worker: jobs_pb2.Worker) -> str:
+    """Return JOINED, "EXITED 1", "EXITED SIGKILL", …"""
+    name = jobs_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
+    if worker.HasField("exit_signal"):
+        return f"{name} signal {worker.exit_signal}"
+    return f"{name} {worker.exit_code}" if worker.HasField("exit_code") else name
+
+
+def age(at: Timestamp) -> str:
+    """Return how long ago `at` was: 42s, 5m, 3h, 2d; "-" when it is not set."""
+    return "-" if not at.seconds else duration(max(0.0, datetime.now(UTC).timestamp() - at.seconds))
+
+
+def duration(seconds: float) -> str:
+    """Return 42s, 5m, 3h, 2d."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)}{unit}"
+    return f"{int(seconds)}s"
+
+
+def size(num_bytes: int) -> str:
+    """Return 12.3 MiB."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+def progress_line(job: jobs_pb2.Job) -> str:
+    """Return one line that says where a job is."""
+    name = state_name(job)
+    if job.state == jobs_pb2.JOB_STATE_QUEUED:
+        return f"{name}: {safe(job.pending_reason)}" if job.pending_reason else name
+    progress = job.progress
+    if progress.step:
+        return (
+            f"{name}: step {progress.step}/{progress.steps}, loss {progress.loss:.4f}, "
+            f"{progress.tokens_per_s / 1000:.1f}k tokens/s"
+        )
+    joined = sum(worker.state == jobs_pb2.WORKER_STATE_JOINED for worker in job.workers)
+    return f"{name}: {joined} of {len(job.workers)} workers joined" if job.workers else name
+
+
+def failure_text(job: jobs_pb2.Job) -> str:
+    """Return why a job failed: reason, the rank that failed first, its traceback or log tail."""
+    failure = job.failure
+    reason = jobs_pb2.FailureReason.Name(failure.reason).removeprefix("FAILURE_REASON_")
+    who = (
+        f"rank {failure.rank} (stages {list(failure.stages)}) on {failure.node_name}"
+        if failure.rank >= 0
+        else "no rank"
+    )
+    step = f", step {failure.step}" if failure.step >= 0 else ""
+    lines = [f"{reason}: {who}{step}: {failure.message}"]
+    if failure.traceback:
+        lines.append(failure.traceback.rstrip())
+    elif failure.log_tail:
+        lines.append(failure.log_tail.rstrip())
+    return safe("\n".join(lines))
