@@ -100,7 +100,8 @@ class Coordinator:
         config, board, bulk = self._config, ProgressBoard(), BulkLinks()
         has_fleet = any(each.state is not NodeState.LOST for each in state.nodes.values())
         grace_s = config.lease_ttl_s + liveness.RESTART_GRACE_S if has_fleet else 0.0
-        leases = liveness.Leases(config.lease_ttl_s, not_before_s=boottime_s() + grace_s)
+        started_s = boottime_s()
+        leases = liveness.Leases(config.lease_ttl_s, last_tick_s=started_s, not_before_s=started_s + grace_s)
         nodes = NodeService(self._engine, board, bulk, leases, beat_s=config.beat_s)
         self._engine.links = nodes
         return nodes, board, bulk

@@ -16,9 +16,9 @@ class Leases:
     """Last beats by node_id. Times are seconds of one monotonic clock."""
 
     ttl_s: float
+    last_tick_s: float  # at first the moment of the start
     not_before_s: float  # no lease ends earlier
     received_s: dict[str, float] = field(default_factory=dict)
-    last_tick_s: float | None = None
 
     def beat(self, node_id: str, now_s: float) -> None:
         """Note a beat of the node."""
@@ -30,7 +30,7 @@ class Leases:
 
     def tick(self, live_nodes: list[str], now_s: float) -> list[str]:
         """Return those of `live_nodes` whose lease has ended by now."""
-        if self.last_tick_s is not None and now_s - self.last_tick_s > self.ttl_s / 2:
+        if now_s - self.last_tick_s > self.ttl_s / 2:
             self.not_before_s = max(self.not_before_s, now_s + self.ttl_s)  # we were late: beats wait in our queues
         self.last_tick_s = now_s
         for node_id in live_nodes:
