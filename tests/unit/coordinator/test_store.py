@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+
+import pytest
+from piped.coordinator.store import Store, hold
+from piped.core import machine
+from piped.core.effects import WriteRecord
+from piped.errors import NodeError, StateDirHeld
+
+from tests.unit.core.build import Cluster, cluster, submission
+
+
+async def store_all(store, state, *happened):
+    """Apply and commit one event after the other; return the last state."""
+    for event in happened:
+        after, effects, _ = machine.apply(state, event, now_s=5.0)
+        records = [each.record for each in effects if isinstance(each, WriteRecord)]
+        await store.commit(state, after, records)
+        state = after
+    return state
+
+
+def story():
+    """Return events that touch every table."""
+    from piped.core import events
+    from piped.core.model import WorkerReport
+
+    from tests.unit.core.build import registration
+
+    report = WorkerReport("bad", "Traceback", 3, is_transport=True, peer_rank=0)
+    return (
+        registration("n1", 2),
+        submission("j1", env=(("A", "1"),), payload=b"\x00\x01"),
+        events.AttemptPrepared("n1", 1),
+        events.StoreListened("n1", 1, "h:1"),
+        events.PlanReported("n1", 1, b"plan"),
+        events.WorkerSpawned("n1", 1, 0, 77, 9),
+        events.WorkerJoined("n1", 1, 0),
+        events.WorkerFailed("n1", 1, 1, report, 12),
+        events.WorkerExited("n1", 1, 1, None, 9, True, "tail", 13),
+        events.AttemptEmptied("n1", 1),
+        submission("j2", name="second"),
+        events.ArtifactStored("0" * 64, 7),
+    )
+
+
+def test_what_was_committed_is_loaded_again_as_it_was_but_for_the_epoch(tmp_path):
+    async def scenario():
+        store = Store(tmp_path)
+        state = await store.open(5.0)
+        after = await store_all(store, state, *story())
+        await store.close()
+        again = Store(tmp_path)
+        loaded = await again.open(6.0)
+        events = await again.events("j1", 0, 100)
+        await again.close()
+        assert (state.epoch, loaded.epoch) == (1, 2)
+        assert loaded.cluster_id == state.cluster_id
+        for name in (
+            "nodes",
+            "jobs",
+            "attempts",
+            "reservations",
+            "submissions",
+            "artifacts",
+            "event_seq",
+            "last_fence",
+        ):
+            assert getattr(loaded, name) == getattr(after, name), name
+        assert events[0].name == "job_submitted"
+
+    asyncio.run(scenario())
+
+
+def test_the_database_itself_refuses_two_live_attempts_and_a_slot_in_two_of_them(tmp_path):
+    async def scenario():
+        store = Store(tmp_path)
+        await store_all(store, await store.open(5.0), *story())
+        await store.close()
+        db = sqlite3.connect(tmp_path / "coordinator.db")
+        columns = (
+            "job_id, attempt + 1, 'running', created_s, prepared_nodes, store_endpoint, plan, stop_trigger, outcome"
+        )
+        with pytest.raises(sqlite3.IntegrityError, match=r"attempts\.job_id"):
+            db.execute(f"INSERT INTO attempts SELECT 90, {columns}, grace_s, verdict FROM attempts WHERE job_id = 'j2'")
+        with pytest.raises(sqlite3.IntegrityError, match=r"reservations\.node_id, reservations\.slot_index"):
+            db.execute("INSERT INTO reservations SELECT * FROM reservations")
+        db.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_transaction_leaves_the_earlier_state(tmp_path):
+    async def scenario():
+        store = Store(tmp_path)
+        state = await store.open(5.0)
+        good = cluster(2).feed(submission())
+        impossible = Cluster(good.state).state
+        with pytest.raises(sqlite3.IntegrityError):  # its job is missing
+            await store.commit(state, type(state)(**{**_fields(impossible), "jobs": {}}), ())
+        await store.close()
+        again = Store(tmp_path)
+        loaded = await again.open(6.0)
+        await again.close()
+        assert not loaded.nodes
+        assert not loaded.attempts
+
+    asyncio.run(scenario())
+
+
+def _fields(state):
+    return {name: getattr(state, name) for name in state.__dataclass_fields__}
+
+
+def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
+    db = sqlite3.connect(tmp_path / "coordinator.db")
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+
+    async def scenario():
+        store = Store(tmp_path)
+        with pytest.raises(NodeError, match="schema 99, this program knows 1"):
+            await store.open(5.0)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_held_directory_names_its_holder_and_is_free_after_it(tmp_path):
+    first = hold(tmp_path)
+    with pytest.raises(StateDirHeld) as refused:
+        hold(tmp_path)
+    assert refused.value.pid == os.getpid()
+    os.close(first)
+    os.close(hold(tmp_path))
+
+
+def test_the_store_can_be_read_by_its_owner_alone(tmp_path):
+    async def scenario():
+        store = Store(tmp_path)
+        await store.open(5.0)
+        await store.close()
+        assert (tmp_path / "coordinator.db").stat().st_mode & 0o077 == 0
+
+    asyncio.run(scenario())

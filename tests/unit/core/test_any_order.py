@@ -1,0 +1,110 @@
+"""Whatever happens in whatever order, the state never contradicts itself and terminal states never change."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from piped.core import events, invariants, machine
+from piped.core.model import State, WorkerReport
+from piped.errors import NodeError, UserError
+
+from tests.unit.core.build import registration, submission
+
+NODES = st.sampled_from(["n1", "n2", "n3"])
+JOBS = st.sampled_from(["j1", "j2", "j3", "j4"])
+FENCES = st.integers(1, 6)
+RANKS = st.integers(0, 4)
+REPORTS = st.builds(
+    WorkerReport,
+    message=st.just("x"),
+    is_transport=st.booleans(),
+    peer_rank=st.integers(-1, 4),
+    is_numeric=st.booleans(),
+)
+FACTS = st.one_of(
+    st.builds(events.AttemptPrepared, NODES, FENCES),
+    st.builds(events.PrepareRefused, NODES, FENCES, st.just("no")),
+    st.builds(events.WorkerSpawned, NODES, FENCES, RANKS, st.just(7), st.just(1)),
+    st.builds(events.StoreListened, NODES, FENCES, st.just("h:1")),
+    st.builds(events.WorkerJoined, NODES, FENCES, RANKS),
+    st.builds(events.WorkerFailed, NODES, FENCES, RANKS, REPORTS, st.integers(0, 9)),
+    st.builds(events.WorkerDone, NODES, FENCES, RANKS),
+    st.builds(
+        events.WorkerExited,
+        NODES,
+        FENCES,
+        RANKS,
+        st.sampled_from([0, 1]),
+        st.none(),
+        st.booleans(),
+        st.just(""),
+        st.just(0),
+    ),
+    st.builds(events.WorkerLost, NODES, FENCES, RANKS),
+    st.builds(events.AttemptEmptied, NODES, FENCES),
+    st.builds(events.StartDeadlinePassed, FENCES),
+)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Three small nodes, four jobs, every event that the wire allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = State("c1", epoch=1)
+        self.ended: dict[str, object] = {}
+
+    def feed(self, event: events.Event) -> None:
+        try:
+            self.state, _effects, reason = machine.apply(self.state, event, now_s=1.0)
+        except (UserError, NodeError):
+            return
+        assert reason
+
+    @rule(node=NODES, slots=st.integers(1, 3), keeps=st.booleans())
+    def register(self, node: str, slots: int, keeps: bool) -> None:
+        kept = tuple(events.ObservedAttempt(fence, True) for fence in self.state.attempts) if keeps else ()
+        self.feed(registration(node, slots, attempts=kept))
+
+    @rule(job=JOBS, stages=st.integers(1, 4), replicas=st.integers(1, 2))
+    def submit(self, job: str, stages: int, replicas: int) -> None:
+        self.feed(submission(job, name=job, stages=stages, replicas=replicas))
+
+    @rule(job=JOBS)
+    def cancel(self, job: str) -> None:
+        self.feed(events.CancelRequested(job))
+
+    @rule(node=NODES, incarnation=st.integers(1, 2), is_lost=st.booleans())
+    def leave(self, node: str, incarnation: int, is_lost: bool) -> None:
+        self.feed(events.LeaseExpired(node, incarnation) if is_lost else events.NodeDisconnected(node, incarnation))
+
+    @rule(fact=FACTS)
+    def report(self, fact: events.Event) -> None:
+        self.feed(fact)
+
+    @rule(data=st.data())
+    def advance(self, data: st.DataObject) -> None:
+        """Do the likely next thing, so that runs get far."""
+        live = [each for each in self.state.attempts.values() if not each.is_terminal]
+        if live:
+            attempt = data.draw(st.sampled_from(live))
+            for each in attempt.placement:
+                self.feed(events.AttemptPrepared(each.node_id, attempt.fence))
+                self.feed(events.WorkerJoined(each.node_id, attempt.fence, each.rank))
+
+    @invariant()
+    def nothing_is_contradicted(self) -> None:
+        invariants.check(self.state)
+
+    @invariant()
+    def terminal_states_stay(self) -> None:
+        for job in self.state.jobs.values():
+            if job.is_terminal:
+                assert self.ended.setdefault(job.job_id, (job.state, job.failure)) == (job.state, job.failure)
+
+
+AnyOrder.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestAnyOrder = AnyOrder.TestCase

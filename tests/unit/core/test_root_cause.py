@@ -1,0 +1,86 @@
+"""Who is blamed, told by what the workers reported."""
+
+from __future__ import annotations
+
+from piped.core import events
+from piped.core.model import FailureReason
+
+from tests.unit.core.build import cluster, submission
+
+TRANSPORT = {"is_transport": True}
+
+
+def running(*num_slots: int, stages: int = 3):
+    return cluster(*num_slots).feed(submission(stages=stages)).run()
+
+
+def verdict(c):
+    return c.attempt().verdict
+
+
+def test_the_earliest_own_failure_on_one_host_is_the_cause():
+    c = running(3).fail(2, at_ns=300).fail(1, at_ns=200).fail(0, at_ns=100, peer_rank=1, **TRANSPORT)
+    assert (verdict(c).rank, verdict(c).reason) == (1, FailureReason.USER_ERROR)
+
+
+def test_an_exit_that_the_supervisor_caused_counts_for_nothing():
+    c = running(3).fail(0, peer_rank=1, **TRANSPORT).exit(2, code=None, signal=9, by_supervisor=True)
+    c.exit(1, code=None, signal=11)
+    assert (verdict(c).rank, verdict(c).reason) == (1, FailureReason.SIGNALLED)
+    assert verdict(c).message == "rank 1 on n1: killed by signal 11"
+
+
+def test_a_victim_points_at_the_rank_that_said_nothing():
+    c = running(3).fail(0, peer_rank=1, **TRANSPORT).fail(1, peer_rank=2, **TRANSPORT)
+    assert (verdict(c).rank, verdict(c).reason) == (2, FailureReason.INFRA)
+
+
+def test_a_victim_that_points_at_a_lost_node_is_node_lost():
+    c = running(2, 1).fail(0, peer_rank=2, **TRANSPORT).feed(events.LeaseExpired("n2", 1))
+    c.feed(events.AttemptEmptied("n1", 1))
+    assert (c.job().failure.reason, c.job().failure.node_name) == (FailureReason.NODE_LOST, "n2")
+
+
+def test_victims_in_a_circle_blame_no_rank():
+    c = running(3).fail(0, peer_rank=1, **TRANSPORT).fail(1, peer_rank=0, **TRANSPORT)
+    assert (verdict(c).rank, verdict(c).reason) == (-1, FailureReason.INFRA)
+    assert "no rank failed by itself" in verdict(c).message
+
+
+def test_failures_on_two_hosts_are_told_apart_by_their_victims_or_called_a_tie():
+    c = running(1, 1, 1).fail(1, at_ns=900).fail(2, at_ns=100)
+    assert "which was first is not known" in verdict(c).message
+    c.fail(0, peer_rank=2, **TRANSPORT)
+    assert verdict(c).rank == 2
+    assert "not known" not in verdict(c).message
+
+
+def test_a_nan_is_numeric():
+    c = running(3).fail(2, is_numeric=True, step=7)
+    assert (verdict(c).reason, verdict(c).step) == (FailureReason.NUMERIC, 7)
+
+
+def test_a_lost_rank_outranks_an_exception():
+    c = running(3).fail(0).feed(events.WorkerLost("n1", 1, 1))
+    assert (verdict(c).rank, verdict(c).reason) == (1, FailureReason.NODE_LOST)
+
+
+def test_a_node_that_stops_its_workers_unasked_is_named():
+    c = running(3).exit(0, code=None, signal=15, by_supervisor=True)
+    assert verdict(c).reason is FailureReason.INFRA
+    assert "stopped by its own node n1" in verdict(c).message
+
+
+def test_a_start_timeout_names_the_missing_ranks_even_after_they_were_stopped():
+    c = cluster(3).feed(submission(stages=3)).prepare()
+    c.feed(events.WorkerJoined("n1", 1, 0), events.WorkerSpawned("n1", 1, 1, 77, 5), events.StartDeadlinePassed(1))
+    c.exit(1, code=None, signal=9, by_supervisor=True, log_tail="first\nimporting torch\n")
+    assert verdict(c).message == (
+        "not every rank joined before the start deadline: rank 1 on n1 (stages 1, spawned, last log line: importing "
+        "torch); rank 2 on n1 (stages 2, planned)"
+    )
+
+
+def test_a_report_survives_the_stop_that_follows_it():
+    c = running(3).fail(1).exit(1, code=None, signal=9, by_supervisor=True)
+    assert (verdict(c).rank, verdict(c).log_tail) == (1, "tail 1")
