@@ -153,7 +153,10 @@ def worker_fact(draft: Draft, event: events.WorkerFact) -> str:
     name, reason = _account(event)
     node_name = attempt.placement[event.rank].node_name
     draft.record(name, f"rank {event.rank}: {reason}", job_id=attempt.job_id, node_name=node_name)
-    _judge(draft, attempt)
+    if attempt.state is _A.PREPARING and worker.has_failed:
+        _stop(draft, attempt, _A.ABORTED, f"node {node_name} lost the attempt's shim before its start", grace_s=0.0)
+    else:
+        _judge(draft, attempt)
     return reason
 
 

@@ -93,6 +93,11 @@ def test_a_refusal_requeues_the_job_and_three_of_them_fail_it():
     assert "no space left" in c.job().failure.message
 
 
+def test_a_shim_that_dies_before_the_start_aborts_the_attempt():
+    c = cluster(2).feed(submission(), events.WorkerLost("n1", 1, 0))
+    assert c.attempt().outcome is AttemptState.ABORTED
+
+
 def test_cancelling_a_queued_job_is_immediate():
     c = cluster().feed(submission(), events.CancelRequested("j1"))
     assert (c.job().state, c.job().finished_s) == (JobState.CANCELLED, 1000.0)
