@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from stagekit.errors import UserError
-from stagekit.graph.bucket import BucketRule
+from stagekit.graph.buckets import BucketRule
 from stagekit.graph.capture import Captured, capture
 from stagekit.graph.cut import Cut
-from stagekit.plan.contract import StageSpec
+from stagekit.plan.contract import ModelSpec, StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
 from stagekit.run.chunks import default_loss_weight
 from stagekit.run.loss import LossFunction, LossWeight
@@ -59,11 +59,36 @@ class Stage:
         return self.spec.outputs
 
 
+@dataclass(frozen=True, slots=True)
+class CutSource:
+    """A cut model as the runtime takes it (stagekit.run.runtime.StageSource)."""
+
+    cut: Cut
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The cut model."""
+        return self.cut.spec
+
+    def stage_module(self, index: int, *, device: torch.device, compile: str) -> nn.Module:
+        """Return one stage with its start weights, and nothing of the others."""
+        return self.cut.stage_module(index, device=device, compile=compile)
+
+    def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the leaves of a call in the order of the spec's inputs."""
+        return self.cut.captured.flatten_inputs(args, dict(kwargs))
+
+    def unflatten_output(self, leaves: list[Any]) -> Any:
+        """Return what the model returns, out of its leaves."""
+        return self.cut.captured.unflatten_output(leaves)
+
+
 class Pipeline:
     """A captured model, cut and planned. Holds no weights of its own until it is deployed."""
 
     def __init__(self, cut: Cut, plan: Plan, options: RunOptions) -> None:
         self.cut, self.plan, self.options = cut, plan, options
+        self.source = CutSource(cut)
         self.stages = [Stage(cut, spec) for spec in plan.model.stages]
 
     def with_loss_weight(self, loss_weight: LossWeight) -> Pipeline:
@@ -78,7 +103,7 @@ class Pipeline:
         if device is None:
             is_cuda = dist.is_initialized() and "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-        return Run(self.cut, self.plan, self.options, torch.device(device), group)
+        return Run(self.source, self.plan, self.options, torch.device(device), group)
 
 
 def pipeline(

@@ -94,7 +94,7 @@ def run_local(pipe: Pipeline, *args: Any, target: Any = None, **kwargs: Any) -> 
     if pipe.plan.replicas != 1:
         raise UserError(f"run_local runs one replica, the plan has {pipe.plan.replicas}; use spawn")
     mailbox = Mailbox()
-    run = LocalRun(pipe.cut, pipe.plan, pipe.options, lambda rank: InProcessTransport(rank, mailbox))
+    run = LocalRun(pipe.source, pipe.plan, pipe.options, lambda rank: InProcessTransport(rank, mailbox))
     loss, output = run.step(args, kwargs, target)
     return LocalResult(loss, output, run.gradients(), run.buffers())
 

@@ -39,7 +39,8 @@ from stagekit.run.warmup import warm_up
 class StageSource(Protocol):
     """What a run needs of a captured, cut model (stagekit.graph provides it)."""
 
-    spec: ModelSpec
+    @property
+    def spec(self) -> ModelSpec: ...
 
     def stage_module(self, index: int, *, device: torch.device, compile: str) -> nn.Module: ...
 
