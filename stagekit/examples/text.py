@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pydoc_data.topics import topics
 
 import numpy as np
 import torch
-from pydoc_data.topics import topics
 from torch import Tensor
 
 from stagekit.errors import UserError

@@ -25,19 +25,21 @@ def is_random(node: fx.Node) -> bool:
     """Tell whether the node draws from the default generator when it runs."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    name = schema_name(node)
+    name, given = schema_name(node), named_arguments(node)
     if name in ("aten::dropout", "aten::feature_dropout", "aten::dropout_", "aten::alpha_dropout"):
-        return bool(node.args[2]) and node.args[1] != 0.0
+        return given["train"] is True and given["p"] != 0.0
     if name == "aten::scaled_dot_product_attention":
-        return (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0
+        return bool(given.get("dropout_p", 0.0))
     if name in ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"):
-        return _recurrent_dropout(node)
+        return given["train"] is True and bool(given["dropout"])
     return torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _recurrent_dropout(node: fx.Node) -> bool:
-    named = {a.name: v for a, v in zip(node.target._schema.arguments, node.args, strict=False)}  # type: ignore[union-attr]
-    return bool(named.get("train")) and named.get("dropout", 0.0) != 0.0
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the given arguments of an operator overload by their names in its schema."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = (argument.name for argument in node.target._schema.arguments)
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:
@@ -116,6 +118,24 @@ def clone_written_inputs(graph: fx.Graph, storage_of: Mapping[str, int], inputs:
             clone = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
         clone.meta = {**placeholder.meta, "context": ()}
         placeholder.replace_all_uses_with(clone, delete_user_cb=lambda user, c=clone: user is not c)
+        changed = True
+    return changed
+
+
+def snapshot_buffers(graph: fx.Graph, states: set[str]) -> bool:
+    """Let readers of a buffer after its last write read a copy, which may cross a cut; the buffer has one owner."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    changed = False
+    for placeholder in [n for n in graph.nodes if n.op == "placeholder" and n.name in states]:
+        writers = [node for node in placeholder.users if placeholder in written_inputs(node)]
+        last = max(writers, key=order.__getitem__, default=None)
+        later = [user for user in placeholder.users if last is not None and order[user] > order[last]]
+        if last is None or not later or all(user.target is torch.ops.aten.clone.default for user in later):
+            continue
+        with graph.inserting_after(last):
+            copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+        copy.meta = {**last.meta, "context": last.meta.get("context", ())}
+        placeholder.replace_all_uses_with(copy, delete_user_cb=lambda user, late=set(later): user in late)
         changed = True
     return changed
 

@@ -189,7 +189,7 @@ def _fuse(graph: fx.Graph, groups: list[tuple[list[fx.Node], dict[str, int]]]) -
     """Merge a parameterless preamble, and any bucket whose outputs nobody needs, into the following bucket."""
     result: list[tuple[list[fx.Node], dict[str, int]]] = []
     for members, held in groups:
-        if result and (not result[0][1] and len(result) == 1 or not _is_read(result[-1][0])):
+        if result and ((not result[0][1] and len(result) == 1) or not _is_read(result[-1][0])):
             members, held = result[-1][0] + members, {**result[-1][1], **held}
             result.pop()
         result.append((members, held))
@@ -291,12 +291,13 @@ def _compile_chain(outer: fx.GraphModule, example_inputs: Sequence[Any], compile
             values[node] = next(inputs)
         elif node.op == "call_module":
             bucket = outer.get_submodule(str(node.target))
-            taken = [values[operand] for operand in node.args]  # type: ignore[index]
+            assert isinstance(bucket, fx.GraphModule)
+            taken = [values[operand] for operand in node.args]
             arguments.append(taken)
             values[node] = fake_outputs(bucket, taken, mode)
             outer.set_submodule(str(node.target), Compiled(_in_mode(compile_fn, mode)(bucket, taken)))
         elif node.target is operator.getitem:
-            values[node] = values[node.args[0]][node.args[1]]  # type: ignore[index]
+            values[node] = values[node.args[0]][node.args[1]]
     return arguments
 
 

@@ -23,14 +23,14 @@ def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any
     return mode, fakes
 
 
-def fake_outputs(bucket: nn.Module, arguments: list[Any], mode: FakeTensorMode) -> Any:
+def fake_outputs(bucket: fx.GraphModule, arguments: list[Any], mode: FakeTensorMode) -> Any:
     """Return what `bucket` gives for fake `arguments`, with autograd on; its real tensors stay untouched."""
     fake = _fake_copy(bucket, mode)
     with mode, torch.random.fork_rng(devices=[]):
-        return fx.Interpreter(fake).run(*arguments)  # type: ignore[arg-type]
+        return fx.Interpreter(fake).run(*arguments)
 
 
-def _fake_copy(bucket: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _fake_copy(bucket: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     memo: dict[int, Any] = {}
     for tensor in _tensors(bucket):
         if not isinstance(tensor, FakeTensor):

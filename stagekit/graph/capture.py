@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError, ShapeError
-from stagekit.graph.aliasing import clone_written_inputs, functionalise
+from stagekit.graph.aliasing import clone_written_inputs, functionalise, snapshot_buffers
 from stagekit.graph.build import ValueSource, named_tensors, open_model
 from stagekit.graph.normalise import drop_dead_code, normalise
 from stagekit.graph.propagate import propagate
@@ -286,7 +286,8 @@ def _captured(
 ) -> Captured:
     aliases = tied_names(skeleton)
     origins, renamed = _origins(exported, dict(aliases), skeleton)
-    graph = normalise(exported.graph_module, renamed)
+    graph, new_names = normalise(exported.graph_module, renamed)
+    origins = {new_names[name]: origin for name, origin in origins.items()}
     fakes = {n.name: _placeholder_value(n, origins[n.name], leaves) for n in graph.nodes if n.op == "placeholder"}
     storages = _settle(graph, origins, fakes, mode)
     by_index = {origins[name].index: fake for name, fake in fakes.items() if origins[name].kind == "input"}
@@ -294,7 +295,7 @@ def _captured(
     table = symbol_table(in_order, [leaf.value for leaf in leaves], split_dims, exported.range_constraints)
     inputs = tuple(
         GraphInput(leaf.name, table.spec(fake), split_dim)
-        if isinstance(leaf.value, Tensor)
+        if isinstance(leaf.value, Tensor) and fake is not None
         else GraphInput(leaf.name, None, None, leaf.value)
         for leaf, fake, split_dim in zip(leaves, in_order, split_dims, strict=True)
     )
@@ -339,7 +340,9 @@ def _settle(
     while True:
         storages = propagate(graph, fakes, mode)
         kept = frozenset(storages[name] for name in origins if name in storages and name not in inputs)
-        if not functionalise(graph, storages, kept) and not clone_written_inputs(graph, storages, inputs):
+        changed = functionalise(graph, storages, kept)
+        changed = changed or clone_written_inputs(graph, storages, inputs) or snapshot_buffers(graph, set(fakes) - inputs)
+        if not changed:
             return storages
         drop_dead_code(graph)
 
@@ -391,7 +394,8 @@ def _origins(
 def _check_symbols(graph: fx.Graph, table: SymbolTable) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
-        for size in value.size() if isinstance(value, Tensor) else ():
+        sizes = tuple[Any, ...](value.size()) if isinstance(value, Tensor) else ()
+        for size in sizes:
             if not isinstance(size, int) and not size.node.expr.is_number:
                 table.check_known(size.node.expr)
 

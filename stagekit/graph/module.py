@@ -30,6 +30,7 @@ class StageModule(nn.Module):
     """
 
     buckets: tuple[Bucket, ...]
+    _run: Callable[..., tuple[Tensor, ...]]
 
     def __init__(self, spec: StageSpec, tensors: Mapping[str, Tensor], persistent: frozenset[str]) -> None:
         super().__init__()
@@ -77,9 +78,9 @@ class StageModule(nn.Module):
         """Return the stage's outputs; inputs are never mutated, and no output aliases one."""
         states = [held[name] for held, name in self._slots]
         if not self._has_regions:
-            return self._run(*inputs, *states, *self._seed_base)  # type: ignore[misc,no-any-return]
+            return self._run(*inputs, *states, *self._seed_base)
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # an exception inside a no_grad region leaves it
-            return self._run(*inputs, *states, *self._seed_base)  # type: ignore[misc,no-any-return]
+            return self._run(*inputs, *states, *self._seed_base)
 
 
 def make_stage_module(

@@ -21,18 +21,21 @@ Context = tuple[tuple[Any, ...], ...]  # of ("grad", enabled) and ("autocast", d
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
 
 
-def normalise(source: fx.GraphModule, canonical: Mapping[str, str]) -> fx.Graph:
-    """Return the flat graph. `canonical` maps the placeholder of a tied weight to that of its canonical name."""
+def normalise(source: fx.GraphModule, canonical: Mapping[str, str]) -> tuple[fx.Graph, dict[str, str]]:
+    """Return the flat graph and the new name of each placeholder (fx renames one that is called like a builtin).
+
+    `canonical` maps the placeholder of a tied weight to that of its canonical name.
+    """
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
     _copy(source, graph, values, ())
-    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    placeholders = {node.name: values[node] for node in source.graph.nodes if node.op == "placeholder"}
     for alias, name in canonical.items():
         placeholders[alias].replace_all_uses_with(placeholders[name])
     drop_assertions(graph)
     drop_dead_code(graph)
     graph.lint()
-    return graph
+    return graph, {name: node.name for name, node in placeholders.items()}
 
 
 def _copy(module: fx.GraphModule, graph: fx.Graph, values: dict[fx.Node, Any], context: Context) -> Any:

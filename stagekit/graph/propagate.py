@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stagekit.errors import CaptureError
@@ -69,7 +70,11 @@ def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
     try:
         with entered(node.meta.get("context", ())):
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            try:
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+            except RuntimeError:  # recurrent kernels ask for concrete sizes unless decomposed in Python
+                with enable_python_dispatcher():
+                    return node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:
         raise CaptureError(f"{node.name} ({node.target}){line_of(node)}: {type(error).__name__}: {error}") from error
 

@@ -7,6 +7,8 @@ masks. Used by graph.stages alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -79,7 +81,7 @@ def functional_dropout(graph: fx.Graph, base: fx.Node) -> list[str]:
     return remaining
 
 
-def _attention_args(op: fx.Node) -> tuple[object, ...]:
+def _attention_args(op: fx.Node) -> tuple[Any, ...]:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
     defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}

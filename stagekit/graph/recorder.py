@@ -38,7 +38,7 @@ class Address:
     def view(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor that this address names in `storage`."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload,no-any-return]
+        return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class InitRecorder(TorchDispatchMode):
     """Record a constructor; `entries`, `sizes` and `outside` then hold all that `replay` needs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[Entry] = []
         self.sizes: dict[int, int] = {}  # storage key → bytes
         self.outside: dict[int, torch.UntypedStorage] = {}  # values that no logged operation made

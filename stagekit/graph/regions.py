@@ -34,12 +34,12 @@ for _function in (*_ENTER, *_EXIT):
 
 def opens_region(node: fx.Node) -> bool:
     """Tell whether the node enters a region."""
-    return node.target in _ENTER or node.target is torch._C._set_grad_enabled and not node.args[0]
+    return node.target in _ENTER or (node.target is torch._C._set_grad_enabled and not node.args[0])
 
 
 def closes_region(node: fx.Node) -> bool:
     """Tell whether the node leaves a region."""
-    return node.target in _EXIT or node.target is torch._C._set_grad_enabled and bool(node.args[0])
+    return node.target in _EXIT or (node.target is torch._C._set_grad_enabled and bool(node.args[0]))
 
 
 def move(graph: fx.Graph, open_regions: list[tuple[tuple[Any, ...], fx.Node]], context: Context) -> None:

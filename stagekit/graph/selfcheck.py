@@ -166,7 +166,7 @@ def _reached(outputs: list[Any]) -> set[int]:
         if node in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if issubclass(type(node), torch.autograd.function.BackwardCFunction):
             raise CaptureError(
                 f"{node.name()} is a custom autograd.Function: its backward would be lost in the capture"
             )

@@ -52,7 +52,7 @@ def flatten_named(
     with_path, tree = tree_flatten_with_path((args, dict(kwargs)))
     leaves = []
     for path, value in with_path:
-        side = path[0].idx
+        side = path[0].idx  # type: ignore[attr-defined]
         key = getattr(path[1], "idx", getattr(path[1], "key", None))
         text = "".join(str(part) for part in path[1:])
         leaves.append(Leaf(("args", "kwargs")[side] + text, value, said[side].get(key)))

@@ -83,7 +83,8 @@ def build_chain(captured: Captured, layout: Layout, stage_of: Mapping[fx.Node, i
 
 
 def _output(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op == "output")
+    found: fx.Node = next(node for node in graph.nodes if node.op == "output")
+    return found
 
 
 def _consumers(
@@ -175,7 +176,10 @@ class _Builder:
 
 def _build(captured: Captured, plan: _Plan, index: int, numbers: Mapping[fx.Node, int]) -> StageGraph:
     builder = _Builder(captured, numbers)
-    of_kind = lambda *kinds: [n for n in plan.placeholders if captured.origins[n.name].kind in kinds]  # noqa: E731
+
+    def of_kind(kind: str) -> list[fx.Node]:
+        return [n for n in plan.placeholders if captured.origins[n.name].kind == kind]
+
     graph_inputs = sorted(
         (n for n in of_kind("input") if isinstance(n.meta["val"], Tensor)), key=lambda n: captured.origins[n.name].index
     )
@@ -258,18 +262,19 @@ def _settle_outputs(captured: Captured, stage: StageGraph, edge_fakes: Mapping[s
     output = _output(stage.graph)
     results = []
     new_arguments = []
-    for node in output.args[0]:  # type: ignore[union-attr]
-        fake = node.meta["val"]  # type: ignore[union-attr]
+    returned: tuple[Any, ...] = output.args[0]  # type: ignore[assignment]
+    for node in returned:
+        fake = node.meta["val"]
         if not isinstance(fake, Tensor):
             raise CaptureError(f"{node} crosses a cut and is a {type(fake).__name__}; only tensors can")
-        if storages[node.name] in given or not _is_dense(*captured.symbols.example_shape(fake)):  # type: ignore[union-attr]
+        if storages[node.name] in given or not _is_dense(*captured.symbols.example_shape(fake)):
             with stage.graph.inserting_before(output):
                 clone = stage.graph.call_function(torch.ops.aten.clone.default, (node,))
             with captured.mode:
-                clone.meta = {**node.meta, "val": fake.clone()}  # type: ignore[union-attr]
+                clone.meta = {**node.meta, "val": fake.clone()}
             node = clone
         new_arguments.append(node)
-        results.append(_again(node.meta["val"], node.meta["requires_grad"]))  # type: ignore[union-attr]
+        results.append(_again(node.meta["val"], node.meta["requires_grad"]))
     output.args = (tuple(new_arguments),)
     stage.graph.lint()
     return results

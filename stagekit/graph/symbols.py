@@ -96,30 +96,33 @@ def symbol_table(
     names: dict[sympy.Symbol, str] = {}
     found: dict[str, dict[str, Any]] = {}
     for index, fake in enumerate(fakes):
-        for dim, size in enumerate(fake.size() if isinstance(fake, Tensor) else ()):
+        for dim, size in enumerate(_sizes(fake)):
             if isinstance(size, int) or not isinstance(size.node.expr, sympy.Symbol):
                 continue
             symbol, is_batch = size.node.expr, split_dims[index] == dim
             if symbol not in names:
                 names[symbol] = f"s{len(names)}"
                 low, high = _bounds(ranges.get(symbol))
-                example = int(examples[index].size(dim))
-                found[names[symbol]] = dict(
-                    name=names[symbol],
-                    example=example,
-                    minimum=low,
-                    maximum=high,
-                    graph_input=index,
-                    dim=dim,
-                    is_batch=is_batch,
-                )
+                found[names[symbol]] = {
+                    "name": names[symbol],
+                    "example": int(examples[index].size(dim)),
+                    "minimum": low,
+                    "maximum": high,
+                    "graph_input": index,
+                    "dim": dim,
+                    "is_batch": is_batch,
+                }
             elif is_batch:
                 found[names[symbol]]["is_batch"] = True
     table = SymbolTable(names, tuple(Symbol(**fields) for fields in found.values()))
     for fake in fakes:
-        for size in fake.size() if isinstance(fake, Tensor) else ():
+        for size in _sizes(fake):
             table.dim(size)
     return table
+
+
+def _sizes(value: Any) -> tuple[Any, ...]:
+    return tuple(value.size()) if isinstance(value, Tensor) else ()
 
 
 def _bounds(value_range: Any) -> tuple[int, int | None]:

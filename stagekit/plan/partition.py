@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from stagekit.errors import SplitError
 
@@ -44,7 +44,7 @@ def partition(costs: Sequence[float], crossing: Sequence[float], legal: Sequence
     begins = [len(positions) - 1]
     for parent in reversed(parents):
         begins.append(parent[begins[-1]])
-    pieces = [prefix[b] - prefix[a] for a, b in zip(positions, positions[1:], strict=False)]
+    pieces = [prefix[b] - prefix[a] for a, b in pairwise(positions)]
     return Partition(
         begins=tuple(positions[k] for k in reversed(begins[1:])),
         slowest=best,
