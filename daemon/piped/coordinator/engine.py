@@ -16,7 +16,7 @@ import structlog
 
 from piped.core import effects as fx
 from piped.core import machine
-from piped.core.events import Event, StartDeadlinePassed
+from piped.core.events import Event, PlacementDue, StartDeadlinePassed
 from piped.core.model import Record, State
 from piped.errors import BugError, PipedError, UnavailableError
 
@@ -53,6 +53,12 @@ class _Batch:
     effects: dict[fx.Effect, None] = field(default_factory=dict)
     accepted: list[_Posted] = field(default_factory=list)
     refused: list[tuple[_Posted, PipedError]] = field(default_factory=list)
+
+    def keep(self, after: State, effects: Iterable[fx.Effect]) -> None:
+        """Make one decision part of the transaction."""
+        self.state = after
+        self.effects.update(dict.fromkeys(effects))
+        self.records += [each.record for each in effects if isinstance(each, fx.WriteRecord)]
 
 
 class Engine:
@@ -122,6 +128,8 @@ class Engine:
         batch = _Batch(self.state)
         for each in posted:
             _decide(batch, each)
+        if fx.PlaceQueued() in batch.effects:
+            _place(batch)
         try:
             if batch.state is not self.state:
                 await self._store.commit(self.state, batch.state, batch.records)
@@ -149,6 +157,8 @@ class Engine:
                     log.info(record.name, reason=record.reason, job_id=record.job_id, node=record.node_name)
                 case fx.NotifyWatchers(job_id):
                     self.notify(job_id)
+                case fx.PlaceQueued():
+                    pass  # done before the commit
                 case fx.ArmStartDeadline(fence):
                     self._arm(fence)
                 case fx.SendDesired(node_id) if self.links is not None:
@@ -177,10 +187,13 @@ def _decide(batch: _Batch, posted: _Posted) -> None:
     except PipedError as refusal:
         batch.refused.append((posted, refusal))
         return
-    batch.state = after
+    batch.keep(after, effects)
     batch.accepted.append(posted)
-    batch.effects.update(dict.fromkeys(effects))
-    batch.records += [each.record for each in effects if isinstance(each, fx.WriteRecord)]
+
+
+def _place(batch: _Batch) -> None:
+    after, effects, _reason = machine.apply(batch.state, PlacementDue(), now_s=time.time())
+    batch.keep(after, effects)
 
 
 def _fail(posted: _Posted, error: PipedError) -> None:

@@ -22,7 +22,7 @@ from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pipeapi.v1 import cluster_pb2_grpc, jobs_pb2_grpc, nodes_pb2_grpc
 
-from piped.config import CoordinatorConfig, is_loopback, parse_address
+from piped.config import CoordinatorConfig, parse_address
 from piped.coordinator import store as stores
 from piped.coordinator.artifacts import ArtifactFiles, ArtifactService
 from piped.coordinator.bulk import BulkLinks
@@ -58,9 +58,11 @@ GRPC_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 async def run(config: CoordinatorConfig) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit code: 0, or 1 when it could not start."""
+    """Serve until SIGTERM or SIGINT; return the exit code: 0, or 1 when it could not start.
+
+    `config` is checked: its loader refuses plaintext listeners beyond loopback unless `insecure` is written out.
+    """
     try:
-        _refuse_open_listeners(config)
         lock = stores.hold(config.state_dir)
     except NodeError as error:
         log.error("start_refused", error=str(error))
@@ -146,10 +148,10 @@ class Coordinator:
         self._http.own_address = http_address
         main = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[Edge(self._http.observe_rpc)])
         cluster = ClusterService(self._engine, self._nodes, version=self._version, http_address=http_address)
-        jobs_pb2_grpc.add_JobServiceServicer_to_server(self._jobs, main)  # type: ignore[no-untyped-call]
-        jobs_pb2_grpc.add_ArtifactServiceServicer_to_server(self._artifacts, main)  # type: ignore[no-untyped-call]
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, main)  # type: ignore[no-untyped-call]
-        nodes_pb2_grpc.add_NodeServiceServicer_to_server(self._nodes, main)  # type: ignore[no-untyped-call]
+        jobs_pb2_grpc.add_JobServiceServicer_to_server(self._jobs, main)
+        jobs_pb2_grpc.add_ArtifactServiceServicer_to_server(self._artifacts, main)
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, main)
+        nodes_pb2_grpc.add_NodeServiceServicer_to_server(self._nodes, main)
         probe = grpc.aio.server(options=GRPC_OPTIONS)
         for server in (main, probe):
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -168,16 +170,6 @@ class Coordinator:
         await self._health.set("", serving)
         if is_ready:
             notify("READY=1")
-
-
-def _refuse_open_listeners(config: CoordinatorConfig) -> None:
-    for key in ("listen", "http"):
-        host, _port = parse_address(getattr(config, key), key)
-        if not is_loopback(host) and not config.insecure:
-            raise NodeError(
-                f"{key} = {getattr(config, key)!r} is reachable from other machines without TLS, and whoever reaches it "
-                "may run code on every node; listen on 127.0.0.1, or write insecure = true"
-            )
 
 
 async def _serve_http(app: web.Application, address: str, opened: contextlib.AsyncExitStack) -> str:

@@ -136,13 +136,15 @@ class Store:
             schema.attempt_from(row, tuple(placements[row["fence"]]), tuple(workers[row["fence"]]))
             for row in self._rows("SELECT * FROM attempts ORDER BY fence")
         )
+        jobs = [schema.job_from(row) for row in self._rows("SELECT * FROM jobs ORDER BY submit_seq")]
         return State(
             cluster_id=meta["cluster_id"],
             epoch=int(meta["epoch"]),
             event_seq=int(meta["event_seq"]),
             last_fence=int(meta["last_fence"]),
             nodes={row["node_id"]: schema.node_from(row) for row in self._rows("SELECT * FROM nodes")},
-            jobs={row["job_id"]: schema.job_from(row) for row in self._rows("SELECT * FROM jobs ORDER BY submit_seq")},
+            jobs={each.job_id: each for each in jobs},
+            live_names={each.spec.name: each.job_id for each in jobs if not each.is_terminal},
             attempts={each.fence: each for each in attempts},
             reservations={
                 (row["node_id"], row["slot_index"]): row["fence"] for row in self._rows("SELECT * FROM reservations")

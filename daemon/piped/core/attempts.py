@@ -214,7 +214,7 @@ def settle(draft: Draft, attempt: Attempt) -> None:
         attempt = replace(attempt, verdict=root_cause.judge(attempt, draft.nodes))
     attempt = move(attempt, outcome)
     draft.put_attempt(attempt)
-    draft.has_queue_changed = True
+    draft.place_queued()
     job = draft.jobs[attempt.job_id]
     if job.is_terminal:
         draft.record("attempt_ended", f"fence {attempt.fence} {attempt.state.value}", job_id=job.job_id)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from piped.core.effects import Effect, NotifyWatchers, SendDesired, WriteRecord
+from piped.core.effects import Effect, NotifyWatchers, PlaceQueued, SendDesired, WriteRecord
 from piped.core.model import Artifact, Attempt, Job, Node, Record, SlotKey, State, Submission
 
 
@@ -23,13 +23,13 @@ class Draft:
         self.event_seq, self.last_fence = state.event_seq, state.last_fence
         self.nodes: Mapping[str, Node] = state.nodes
         self.jobs: Mapping[str, Job] = state.jobs
+        self.live_names: Mapping[str, str] = state.live_names
         self.attempts: Mapping[int, Attempt] = state.attempts
         self.reservations: Mapping[SlotKey, int] = state.reservations
         self.submissions: Mapping[str, Submission] = state.submissions
         self.artifacts: Mapping[str, Artifact] = state.artifacts
         self._owned: dict[str, dict[Any, Any]] = {}
         self._effects: dict[Effect, None] = {}
-        self.has_queue_changed = False  # a job, a slot or a node came or went: worth a placement pass
 
     def _table(self, name: str) -> dict[Any, Any]:
         if name not in self._owned:
@@ -42,6 +42,10 @@ class Draft:
 
     def put_job(self, job: Job) -> None:
         self._table("jobs")[job.job_id] = job
+        if job.is_terminal and self.live_names.get(job.spec.name) == job.job_id:
+            del self._table("live_names")[job.spec.name]
+        elif not job.is_terminal and job.spec.name not in self.live_names:
+            self._table("live_names")[job.spec.name] = job.job_id
         self.add_effect(NotifyWatchers(job.job_id))
 
     def put_attempt(self, attempt: Attempt) -> None:
@@ -64,7 +68,7 @@ class Draft:
             table = self._table("reservations")
             for key in held:
                 del table[key]
-            self.has_queue_changed = True
+            self.place_queued()
         return bool(held)
 
     def next_fence(self) -> int:
@@ -74,6 +78,10 @@ class Draft:
 
     def add_effect(self, effect: Effect) -> None:
         self._effects[effect] = None
+
+    def place_queued(self) -> None:
+        """A job, a slot or a node came or went: have the queue looked at."""
+        self.add_effect(PlaceQueued())
 
     def send_desired(self, attempt: Attempt) -> None:
         """Have every node of `attempt` told what it must hold now."""
@@ -100,6 +108,7 @@ class Draft:
             self.last_fence,
             self.nodes,
             self.jobs,
+            self.live_names,
             self.attempts,
             self.reservations,
             self.submissions,

@@ -42,12 +42,17 @@ class NotifyWatchers:
 
 @dataclass(frozen=True, slots=True)
 class WriteRecord:
-    """Write one line of the event log: the only effect that is part of the transaction itself."""
+    """Write one line of the event log, in the transaction itself."""
 
     record: Record
 
 
-Effect = WriteRecord | SendDesired | CloseSession | ArmStartDeadline | NotifyWatchers
+@dataclass(frozen=True, slots=True)
+class PlaceQueued:
+    """Apply PlacementDue before the commit; one pass serves all events of a transaction."""
+
+
+Effect = WriteRecord | PlaceQueued | SendDesired | CloseSession | ArmStartDeadline | NotifyWatchers
 
 _STARTING = (AttemptState.RESERVED, AttemptState.PREPARING, AttemptState.PREPARED, AttemptState.COMMITTED)
 

@@ -80,6 +80,11 @@ class StartDeadlinePassed:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacementDue:
+    """Jobs, slots or nodes changed since the last look at the queue."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptPrepared:
     node_id: str
     fence: int
@@ -179,5 +184,6 @@ Event = (
     | NodeDisconnected
     | LeaseExpired
     | StartDeadlinePassed
+    | PlacementDue
     | Fact
 )

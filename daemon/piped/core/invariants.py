@@ -21,6 +21,8 @@ def check(state: State) -> None:
 def _jobs(state: State) -> Iterator[str]:
     live = Counter(job.spec.name for job in state.jobs.values() if not job.is_terminal)
     yield from (f"{count} live jobs are called {name!r}" for name, count in live.items() if count > 1)
+    if dict(state.live_names) != {job.spec.name: job.job_id for job in state.jobs.values() if not job.is_terminal}:
+        yield f"live_names says {dict(state.live_names)}"
     for job in state.jobs.values():
         attempt = state.attempts.get(job.fence)
         has_live = attempt is not None and not attempt.is_terminal

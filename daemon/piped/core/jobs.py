@@ -43,7 +43,7 @@ def end(draft: Draft, job_id: str, to: JobState, reason: str, failure: Failure |
     """Bring the job to the terminal state `to`."""
     draft.put_job(replace(move(draft.jobs[job_id], to, draft.now_s), failure=failure))
     draft.record(f"job_{to.value}", reason, job_id=job_id)
-    draft.has_queue_changed = True
+    draft.place_queued()
 
 
 def requeue(draft: Draft, job_id: str, reason: str) -> None:
@@ -56,4 +56,4 @@ def requeue(draft: Draft, job_id: str, reason: str) -> None:
         return
     draft.put_job(replace(move(job, JobState.QUEUED, draft.now_s), pending_reason=reason))
     draft.record("job_requeued", reason, job_id=job_id)
-    draft.has_queue_changed = True
+    draft.place_queued()

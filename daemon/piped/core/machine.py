@@ -24,6 +24,7 @@ RULES: dict[type, Rule] = {
     events.NodeDisconnected: nodes.disconnected,
     events.LeaseExpired: nodes.lease_expired,
     events.StartDeadlinePassed: attempts.start_deadline_passed,
+    events.PlacementDue: requests.place_queued,
     events.AttemptPrepared: attempts.prepared,
     events.PrepareRefused: attempts.refused,
     events.StoreListened: attempts.store_listened,
@@ -46,7 +47,5 @@ def apply(state: State, event: events.Event, *, now_s: float) -> tuple[State, tu
     """
     draft = Draft(state, now_s)
     reason = RULES[type(event)](draft, event)
-    if draft.has_queue_changed:
-        requests.place_queued(draft)
     after, effects = draft.finish()
     return after, effects, reason

@@ -299,6 +299,7 @@ class State:
     last_fence: int = 0
     nodes: Mapping[str, Node] = field(default_factory=dict)  # by node_id
     jobs: Mapping[str, Job] = field(default_factory=dict)  # by job_id, oldest first
+    live_names: Mapping[str, str] = field(default_factory=dict)  # job_id of each job that has not ended
     attempts: Mapping[int, Attempt] = field(default_factory=dict)  # by fence
     reservations: Mapping[SlotKey, int] = field(default_factory=dict)  # fence that holds the slot
     submissions: Mapping[str, Submission] = field(default_factory=dict)  # by request_id

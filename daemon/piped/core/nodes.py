@@ -63,7 +63,7 @@ def register(draft: Draft, event: events.NodeRegistered) -> str:
         node_name=node.node_name,
     )
     _compare(draft, event)
-    draft.has_queue_changed = True
+    draft.place_queued()
     draft.add_effect(SendDesired(node.node_id))
     return "registered"
 
@@ -84,7 +84,7 @@ def lease_expired(draft: Draft, event: events.LeaseExpired) -> str:
     draft.put_node(move(node, NodeState.LOST))
     draft.record("node_lost", "its lease ran out; it gets no new work", node_name=node.node_name)
     draft.add_effect(CloseSession(node.node_id, "the lease ran out"))
-    draft.has_queue_changed = True
+    draft.place_queued()
     attempts.node_lost(draft, node.node_id)
     return "lost"
 
@@ -95,6 +95,7 @@ def coordinator_started(draft: Draft, _event: events.CoordinatorStarted) -> str:
         if node.state is NodeState.READY:
             draft.put_node(move(node, NodeState.DISCONNECTED))
     draft.record("coordinator_started", f"epoch {draft.epoch}")
+    draft.place_queued()
     return f"epoch {draft.epoch}"
 
 

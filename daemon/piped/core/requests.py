@@ -28,13 +28,13 @@ def submit(draft: Draft, event: events.JobSubmitted) -> str:
                 hint="send a changed spec under a new request id",
             )
         return f"the request was accepted before as job {earlier.job_id}"
-    for job in draft.jobs.values():
-        if job.spec.name == event.spec.name and not job.is_terminal:
-            raise ConflictError(
-                f"a live job is called {event.spec.name!r}: {job.job_id} ({job.state.value})",
-                holder=job.job_id,
-                hint=f"cancel it (pipectl cancel {job.job_id}) or choose another name",
-            )
+    holder = draft.live_names.get(event.spec.name)
+    if holder is not None:
+        raise ConflictError(
+            f"a live job is called {event.spec.name!r}: {holder} ({draft.jobs[holder].state.value})",
+            holder=holder,
+            hint=f"cancel it (pipectl cancel {holder}) or choose another name",
+        )
     draft.put_submission(Submission(event.request_id, event.spec_hash, event.job_id, draft.now_s))
     draft.put_job(
         Job(
@@ -47,7 +47,7 @@ def submit(draft: Draft, event: events.JobSubmitted) -> str:
         )
     )
     draft.record("job_submitted", f"{event.spec.name}: {event.spec.world_size} ranks", job_id=event.job_id)
-    draft.has_queue_changed = True
+    draft.place_queued()
     return "accepted"
 
 
@@ -61,27 +61,34 @@ def cancel(draft: Draft, event: events.CancelRequested) -> str:
     if job.state is JobState.QUEUED:
         draft.put_job(jobs.move(job, JobState.CANCELLED, draft.now_s))
         draft.record("job_cancelled", "cancelled while queued", job_id=job.job_id)
-        draft.has_queue_changed = True
+        draft.place_queued()
         return "cancelled"
     if not attempts.cancel(draft, job):
         return "its attempt has failed and is being stopped"
     return "its nodes were told to stop"
 
 
-def place_queued(draft: Draft) -> None:
+def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
     """Give slots to queued jobs in the order of submission, and write every other's reason to wait."""
-    first_waiting: Job | None = None
-    for job in sorted((each for each in draft.jobs.values() if each.state is JobState.QUEUED), key=_order):
-        if first_waiting is not None and placement.can_ever_fit(job.spec, draft.nodes.values()):
-            _wait(draft, job, f"waits behind {first_waiting.spec.name} ({first_waiting.pending_reason})")
+    live = (draft.jobs[job_id] for job_id in draft.live_names.values())
+    queue = sorted((each for each in live if each.state is JobState.QUEUED), key=lambda each: each.submit_seq)
+    fits: dict[tuple[int, str, int], bool] = {}  # whether the cluster could hold a job of that shape
+    first_waiting = ""
+    for job in queue:
+        shape = (job.spec.world_size, job.spec.device, job.spec.slots_per_node)
+        if shape not in fits:
+            fits[shape] = placement.can_ever_fit(job.spec, draft.nodes.values())
+        if first_waiting and fits[shape]:
+            _wait(draft, job, f"waits behind {first_waiting}")
             continue
         placed, reason = placement.place(job.spec, draft.nodes.values(), draft.reservations)
         if placed is not None:
-            attempts.reserve(draft, draft.jobs[job.job_id], placed)
+            attempts.reserve(draft, job, placed)
             continue
         _wait(draft, job, reason)
-        if placement.can_ever_fit(job.spec, draft.nodes.values()):
-            first_waiting = first_waiting or draft.jobs[job.job_id]
+        if fits[shape]:
+            first_waiting = f"{job.spec.name} ({reason})"
+    return f"{len(queue)} jobs were queued"
 
 
 def store_artifact(draft: Draft, event: events.ArtifactStored) -> str:
@@ -89,10 +96,6 @@ def store_artifact(draft: Draft, event: events.ArtifactStored) -> str:
     draft.put_artifact(Artifact(event.sha256, event.size_bytes, draft.now_s))
     draft.record("artifact_stored", f"{event.sha256}: {event.size_bytes} bytes")
     return "stored"
-
-
-def _order(job: Job) -> int:
-    return job.submit_seq
 
 
 def _wait(draft: Draft, job: Job, reason: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 
 from pipeapi.v1 import jobs_pb2
 
@@ -118,7 +121,15 @@ def test_a_second_coordinator_on_the_directory_exits_1_and_names_the_holder(serv
     asyncio.run(scenario())
 
 
-def test_a_second_coordinator_on_the_port_exits_1(served: Served, tmp_path_factory: object) -> None:
+def test_a_listener_beyond_loopback_is_refused_unless_insecure_is_written_out(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "piped", "coordinator", "--state-dir", str(tmp_path / "state")]
+    done = subprocess.run([*command, "--listen", "0.0.0.0:0"], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 78
+    assert "insecure" in done.stderr
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_second_coordinator_on_the_port_exits_1(served: Served) -> None:
     async def scenario() -> None:
         async with served() as (coordinator, _client):
             other = CoordinatorProcess(coordinator.state_dir.parent / "other", address=coordinator.address)

@@ -6,11 +6,12 @@ import sqlite3
 
 import pytest
 from piped.coordinator.store import Store, hold
-from piped.core import machine
+from piped.core import events, machine
 from piped.core.effects import WriteRecord
+from piped.core.model import WorkerReport
 from piped.errors import NodeError, StateDirHeld
 
-from tests.unit.core.build import Cluster, cluster, submission
+from tests.unit.core.build import Cluster, cluster, registration, submission
 
 
 async def store_all(store, state, *happened):
@@ -25,15 +26,11 @@ async def store_all(store, state, *happened):
 
 def story():
     """Return events that touch every table."""
-    from piped.core import events
-    from piped.core.model import WorkerReport
-
-    from tests.unit.core.build import registration
-
     report = WorkerReport("bad", "Traceback", 3, is_transport=True, peer_rank=0)
     return (
         registration("n1", 2),
         submission("j1", env=(("A", "1"),), payload=b"\x00\x01"),
+        events.PlacementDue(),
         events.AttemptPrepared("n1", 1),
         events.StoreListened("n1", 1, "h:1"),
         events.PlanReported("n1", 1, b"plan"),
@@ -43,6 +40,7 @@ def story():
         events.WorkerExited("n1", 1, 1, None, 9, True, "tail", 13),
         events.AttemptEmptied("n1", 1),
         submission("j2", name="second"),
+        events.PlacementDue(),
         events.ArtifactStored("0" * 64, 7),
     )
 
@@ -55,7 +53,7 @@ def test_what_was_committed_is_loaded_again_as_it_was_but_for_the_epoch(tmp_path
         await store.close()
         again = Store(tmp_path)
         loaded = await again.open(6.0)
-        events = await again.events("j1", 0, 100)
+        records = await again.events("j1", 0, 100)
         await again.close()
         assert (state.epoch, loaded.epoch) == (1, 2)
         assert loaded.cluster_id == state.cluster_id
@@ -70,7 +68,7 @@ def test_what_was_committed_is_loaded_again_as_it_was_but_for_the_epoch(tmp_path
             "last_fence",
         ):
             assert getattr(loaded, name) == getattr(after, name), name
-        assert events[0].name == "job_submitted"
+        assert records[0].name == "job_submitted"
 
     asyncio.run(scenario())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from piped.core import events, invariants, machine
-from piped.core.effects import Effect
+from piped.core.effects import Effect, PlaceQueued
 from piped.core.model import Attempt, Job, JobSpec, Slot, State, WorkerReport
 
 GPT = JobSpec(
@@ -53,6 +53,9 @@ class Cluster:
     def feed(self, *happened: events.Event) -> Cluster:
         for event in happened:
             self.state, self.effects, self.reason = machine.apply(self.state, event, now_s=self.now_s)
+            if PlaceQueued() in self.effects:
+                self.state, more, _ = machine.apply(self.state, events.PlacementDue(), now_s=self.now_s)
+                self.effects += more
             invariants.check(self.state)
         return self
 

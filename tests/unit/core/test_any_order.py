@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from piped.core import events, invariants, machine
+from piped.core.effects import PlaceQueued
 from piped.core.model import State, WorkerReport
 from piped.errors import NodeError, UserError
 
@@ -57,7 +58,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     def feed(self, event: events.Event) -> None:
         try:
-            self.state, _effects, reason = machine.apply(self.state, event, now_s=1.0)
+            self.state, effects, reason = machine.apply(self.state, event, now_s=1.0)
+            if PlaceQueued() in effects:
+                self.state, _, _ = machine.apply(self.state, events.PlacementDue(), now_s=1.0)
         except (UserError, NodeError):
             return
         assert reason
