@@ -8,19 +8,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
-    """Return the fake mode of the examples (a new one if they are real) and the examples as fake values."""
-    mode = detect_fake_mode(list(example_inputs)) or FakeTensorMode()
-    fakes: list[Any] = []
-    for value in example_inputs:
-        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-            value = mode.from_tensor(value, static_shapes=True)
-        fakes.append(value)
-    return mode, fakes
+    """Return one fake mode for the examples and the examples as its fake values.
+
+    Fakes of several modes (a capture's weights live in another mode than its inputs) move into the one with symbolic
+    sizes, static ones keep their sizes; real tensors become fakes.
+    """
+    fakes = [value for value in example_inputs if isinstance(value, FakeTensor)]
+    leading = next((fake for fake in fakes if _is_symbolic(fake)), fakes[0] if fakes else None)
+    mode = leading.fake_mode if leading is not None else FakeTensorMode()
+    return mode, [_move(value, mode) if isinstance(value, Tensor) else value for value in example_inputs]
+
+
+def _is_symbolic(fake: FakeTensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in fake.size())
+
+
+def _move(value: Tensor, mode: FakeTensorMode) -> Tensor:
+    if not isinstance(value, FakeTensor):
+        return mode.from_tensor(value, static_shapes=True)
+    if value.fake_mode is mode:
+        return value
+    with mode:
+        fake = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
 
 
 def fake_outputs(bucket: fx.GraphModule, arguments: list[Any], mode: FakeTensorMode) -> Any:
