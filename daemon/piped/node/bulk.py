@@ -16,6 +16,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from pipeapi.v1 import jobs_pb2, nodes_pb2, nodes_pb2_grpc
 
 from piped.node.logs import NoRecord, Record, read
+from piped.node.tasks import raise_if_cancelled
 
 log = structlog.get_logger()
 
@@ -50,6 +51,7 @@ class Bulk:
                 log.debug("bulk_ended", reason=repr(group.exceptions[0]))
             finally:
                 call.cancel()
+            raise_if_cancelled()
             await asyncio.sleep(_RETRY_S)
 
     async def _hold(self, call: Any) -> None:

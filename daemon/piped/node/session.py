@@ -23,6 +23,7 @@ from piped.node.facts import FactBook
 from piped.node.model import Fact, Slot
 from piped.node.state import StateDir
 from piped.node.supervisor import Supervisor
+from piped.node.tasks import raise_if_cancelled
 
 log = structlog.get_logger()
 
@@ -83,6 +84,7 @@ class Session:
         while True:
             began_s = time.monotonic()
             reason = await self._hold()
+            raise_if_cancelled()
             await self._on_registration(False)
             if reason != last_reason or time.monotonic() - began_s > 60:
                 log.warning("session_ended", reason=reason)

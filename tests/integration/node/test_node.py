@@ -413,3 +413,16 @@ def test_sigterm_leaves_the_workers_unless_told_otherwise(cluster: Cluster) -> N
         assert coordinator.facts[7, 0, "exited"].exited.by_supervisor
 
     play(cluster, scene)
+
+
+def test_a_daemon_leaves_also_in_the_moment_when_its_session_breaks(cluster: Cluster) -> None:
+    async def scene(coordinator: Coordinator) -> None:
+        daemon = cluster.start_node()
+        await cluster.registered()
+        await coordinator.until(lambda: coordinator.beats, "a beat")
+        stopping = asyncio.create_task(coordinator.stop())
+        daemon.terminate()
+        await stopping
+        assert await asyncio.to_thread(daemon.wait, 20) == 0
+
+    play(cluster, scene)
