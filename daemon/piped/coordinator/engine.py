@@ -67,6 +67,7 @@ class Engine:
     def __init__(self, state: State, store: Commits, *, start_deadline_s: float) -> None:
         self.state = state
         self.links: Links | None = None  # set by the composition root before `run`
+        self.is_storing = True  # False while the disk refuses commits: nothing changes, running jobs go on
         self._store = store
         self._start_deadline_s = start_deadline_s
         self._inbox: asyncio.Queue[_Posted | None] = asyncio.Queue()  # None: no more will come
@@ -134,6 +135,7 @@ class Engine:
             if batch.state is not self.state:
                 await self._store.commit(self.state, batch.state, batch.records)
         except UnavailableError as error:
+            self.is_storing = False
             log.error("commit_failed", error=str(error), events=len(posted))
             for each in posted:
                 _fail(each, error)
@@ -142,7 +144,7 @@ class Engine:
             for each in posted:
                 _fail(each, UnavailableError("the coordinator stopped before this was confirmed; ask again"))
             raise
-        self.state = batch.state
+        self.state, self.is_storing = batch.state, True
         self._perform(batch.effects)
         for each in batch.accepted:
             if not each.done.done():

@@ -119,7 +119,7 @@ class HttpSide:
     async def _readyz(self, _request: web.Request) -> web.Response:
         if self._is_ready():
             return web.Response(text="ready\n")
-        return web.Response(status=503, text="starting or stopping\n")
+        return web.Response(status=503, text="starting, stopping, or the store can't be written\n")
 
 
 def _by_state(name: str, text: str, counts: dict[str, int]) -> Metric:

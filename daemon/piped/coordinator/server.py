@@ -36,7 +36,7 @@ from piped.coordinator.tasks import Closing
 from piped.core import liveness
 from piped.core.events import CoordinatorStarted
 from piped.core.model import NodeState, State
-from piped.errors import NodeError
+from piped.errors import NodeError, UnavailableError
 from piped.systemd import notify, watchdog_interval_s
 
 STOP_GRACE_S = 2.0
@@ -72,7 +72,7 @@ async def run(config: CoordinatorConfig) -> int:
         state = await store.open(time.time())
         coordinator = Coordinator(config, store, state)
         return await coordinator.serve()
-    except NodeError as error:
+    except (NodeError, UnavailableError) as error:
         log.error("start_refused", error=str(error))
         return 1
     finally:
@@ -89,7 +89,7 @@ class Coordinator:
         self._is_ready = False
         self._engine = Engine(state, store, start_deadline_s=config.start_deadline_s)
         self._nodes, board, bulk = self._build_nodes(state)
-        self._http = HttpSide(self._engine, lambda: self._is_ready)
+        self._http = HttpSide(self._engine, lambda: self._is_ready and self._engine.is_storing)
         version = importlib.metadata.version("pipectl")
         self._http.registry.register(FleetCollector(self._engine, self._nodes, version))
         self._version = version
@@ -114,7 +114,7 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        refusal: NodeError | None = None
+        refusal: NodeError | UnavailableError | None = None
         async with contextlib.AsyncExitStack() as opened, asyncio.TaskGroup() as tasks:
             engine = tasks.create_task(self._engine.run(), name="engine")
             running = [engine]
@@ -133,7 +133,7 @@ class Coordinator:
                 await opened.aclose()
                 self._engine.finish()
                 await engine
-            except NodeError as error:  # kept out of the group, which would wrap it
+            except (NodeError, UnavailableError) as error:  # kept out of the group, which would wrap it
                 refusal = error
             finally:
                 for task in running:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -89,17 +90,18 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         job_id = find_job(self._engine.state, request.job).job_id
         changed, end = self._engine.watch(job_id)
         last: jobs_pb2.Job | None = None
+        sent_s = 0.0
         try:
             while True:
                 changed.clear()
                 message = self._message(job_id)
                 if message != last:
                     yield jobs_pb2.WatchResponse(job=message)
-                    last = message
+                    last, sent_s = message, time.monotonic()
                 if self._engine.state.jobs[job_id].is_terminal:
                     return
                 await self._closing.race(changed.wait())
-                await self._closing.race(asyncio.sleep(WATCH_INTERVAL_S))
+                await self._closing.race(asyncio.sleep(max(0.0, sent_s + WATCH_INTERVAL_S - time.monotonic())))
         finally:
             end()
 

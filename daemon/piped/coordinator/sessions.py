@@ -101,7 +101,10 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
             nodes = self._engine.state.nodes
             live = [each.node_id for each in nodes.values() if each.state is not NodeState.LOST]
             for node_id in self._leases.tick(live, boottime_s()):
-                await self._engine.post(LeaseExpired(node_id, nodes[node_id].incarnation))
+                try:
+                    await self._engine.post(LeaseExpired(node_id, nodes[node_id].incarnation))
+                except UnavailableError:  # logged by the engine; the next tick tries again
+                    break
 
     async def Session(self, _requests: object, context: Stream) -> None:
         """Serve one node until its stream ends, its lease is lost or a newer session replaces it."""

@@ -26,5 +26,7 @@ def served(tmp_path: Path) -> Served:
         finally:
             await client.channel.close()
             await coordinator.stop()
+        for mark in ("Traceback", "never retrieved", "bug", "RuntimeWarning"):
+            assert mark not in coordinator.log(), coordinator.log()
 
     return serve

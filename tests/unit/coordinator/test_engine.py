@@ -84,9 +84,10 @@ def test_a_full_disk_refuses_everything_and_changes_nothing_until_it_has_room():
                 with pytest.raises(UnavailableError):
                     await engine.post(submission())
             assert not engine.state.jobs
+            assert not engine.is_storing
             disk.is_full = False
             await engine.post(submission())
-            assert list(disk.state.jobs) == ["j1"]
+            assert (list(disk.state.jobs), engine.is_storing) == (["j1"], True)
 
     asyncio.run(scenario())
 

@@ -9,7 +9,7 @@ from piped.coordinator.store import Store, hold
 from piped.core import events, machine
 from piped.core.effects import WriteRecord
 from piped.core.model import WorkerReport
-from piped.errors import NodeError, StateDirHeld
+from piped.errors import NodeError, StateDirHeld, UnavailableError
 
 from tests.unit.core.build import Cluster, cluster, registration, submission
 
@@ -142,5 +142,23 @@ def test_the_store_can_be_read_by_its_owner_alone(tmp_path):
         await store.open(5.0)
         await store.close()
         assert (tmp_path / "coordinator.db").stat().st_mode & 0o077 == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_is_told_as_unavailable_and_the_next_commit_may_succeed(tmp_path):
+    async def scenario():
+        store = Store(tmp_path)
+        state = await store.open(5.0)
+        after, _, _ = machine.apply(state, submission(payload=b"x" * 100_000), now_s=5.0)
+        await store._call(lambda: store._connection.execute("PRAGMA max_page_count = 1"))  # SQLITE_FULL from here on
+        with pytest.raises(UnavailableError, match="free space under"):
+            await store.commit(state, after, ())
+        await store._call(lambda: store._connection.execute("PRAGMA max_page_count = 100000"))
+        await store.commit(state, after, ())
+        await store.close()
+        again = Store(tmp_path)
+        assert list((await again.open(6.0)).jobs) == ["j1"]
+        await again.close()
 
     asyncio.run(scenario())
