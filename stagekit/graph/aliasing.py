@@ -122,20 +122,27 @@ def clone_written_inputs(graph: fx.Graph, storage_of: Mapping[str, int], inputs:
     return changed
 
 
-def snapshot_buffers(graph: fx.Graph, states: set[str]) -> bool:
-    """Let readers of a buffer after its last write read a copy, which may cross a cut; the buffer has one owner."""
+def snapshot_buffers(graph: fx.Graph, storage_of: Mapping[str, int], states: set[str]) -> bool:
+    """Let readers of a buffer after its last write read a copy, which may cross a cut; the buffer has one owner.
+
+    `states`: placeholder names of parameters, buffers and constants. Tells whether any copy was made.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     changed = False
     for placeholder in [n for n in graph.nodes if n.op == "placeholder" and n.name in states]:
-        writers = [node for node in placeholder.users if placeholder in written_inputs(node)]
-        last = max(writers, key=order.__getitem__, default=None)
-        later = [user for user in placeholder.users if last is not None and order[user] > order[last]]
-        if last is None or not later or all(user.target is torch.ops.aten.clone.default for user in later):
+        same = {n for n in graph.nodes if storage_of.get(n.name, -1) == storage_of.get(placeholder.name, -2)}
+        writers = {node for node in graph.nodes if any(target in same for target in written_inputs(node))}
+        if not writers or not same <= {placeholder, *writers}:
+            continue  # never written, or read through views
+        last = max(writers, key=order.__getitem__)
+        late = {user for node in same for user in node.users if order[user] > order[last]}
+        if not late or all(user.target is torch.ops.aten.clone.default for user in late):
             continue
         with graph.inserting_after(last):
             copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
-        copy.meta = {**last.meta, "context": last.meta.get("context", ())}
-        placeholder.replace_all_uses_with(copy, delete_user_cb=lambda user, late=set(later): user in late)
+        copy.meta = {**last.meta, "val": placeholder.meta["val"]}
+        for node in same:
+            node.replace_all_uses_with(copy, delete_user_cb=late.__contains__)
         changed = True
     return changed
 

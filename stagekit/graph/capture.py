@@ -341,7 +341,9 @@ def _settle(
         storages = propagate(graph, fakes, mode)
         kept = frozenset(storages[name] for name in origins if name in storages and name not in inputs)
         changed = functionalise(graph, storages, kept)
-        changed = changed or clone_written_inputs(graph, storages, inputs) or snapshot_buffers(graph, set(fakes) - inputs)
+        changed = changed or clone_written_inputs(graph, storages, inputs) or snapshot_buffers(
+            graph, storages, set(fakes) - inputs
+        )
         if not changed:
             return storages
         drop_dead_code(graph)
