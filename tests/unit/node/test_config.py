@@ -1,0 +1,82 @@
+"""Configuration is read once, checked at once, and a mistake says what, where, why and what next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from piped.__main__ import main
+from piped.config import ConfigError, load_coordinator, load_node
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "piped.toml"
+    file.write_text(text)
+    return file
+
+
+def test_a_flag_overrides_the_file_and_the_file_the_default(tmp_path: Path) -> None:
+    file = write(tmp_path, 'state_dir = "/srv/a"\nname = "n1"\nslots = 3\n')
+    config = load_node(file, {"slots": 2, "name": None})
+    assert (config.state_dir, config.name, config.slots) == (Path("/srv/a"), "n1", 2)
+    assert (config.coordinator, config.metrics, config.health) == ("127.0.0.1:7400", "127.0.0.1:9464", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("slotz = 3", r"slotz: unknown key \(.*piped.toml\); did you mean 'slots'\?"),
+        ('slots = "3"', r"slots: '3' \(.*piped.toml\) is of type str; int is needed"),
+        ("slots = true", r"slots: True .* is of type bool; int is needed"),
+        ("slots = 0", r"slots: 0 is outside 1"),
+        ('name = "a b"', r"name: 'a b' is no node name"),
+        ('coordinator = "host"', r"coordinator: 'host' is no address; write \"host:port\""),
+        ('coordinator = "10.0.0.1:7400"', r"coordinator: '10.0.0.1:7400' is not a loopback address .*--insecure"),
+        ('metrics = "0.0.0.0:9464"', r"metrics: '0.0.0.0:9464' is not a loopback address"),
+        ("slots = ", r"piped.toml is not TOML: "),
+    ],
+)
+def test_a_mistake_in_a_nodes_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_node(write(tmp_path, text), {"state_dir": tmp_path})
+
+
+def test_plaintext_beyond_loopback_must_be_written_out(tmp_path: Path) -> None:
+    flags = {"state_dir": tmp_path, "coordinator": "10.0.0.1:7400", "insecure": True}
+    assert load_node(None, flags).coordinator == "10.0.0.1:7400"
+    with pytest.raises(ConfigError, match=r"listen: '0\.0\.0\.0:7400' is not a loopback address"):
+        load_coordinator(None, {"state_dir": tmp_path, "listen": "0.0.0.0:7400"})
+
+
+def test_a_lease_shorter_than_two_beats_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lease_ttl_s: 1.0 s is less than two beats of 1.0 s"):
+        load_coordinator(None, {"state_dir": tmp_path, "lease_ttl_s": 1.0})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"can't read .*nowhere\.toml: No such file"):
+        load_node(tmp_path / "nowhere.toml", {"state_dir": tmp_path})
+
+
+@pytest.mark.parametrize("command", ["node", "coordinator"])
+def test_a_bad_configuration_exits_with_78(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
+    assert main([command, "--config", str(write(tmp_path, "beats = 1"))]) == 78
+    assert f"piped {command}: beats: unknown key" in capsys.readouterr().err
+    assert main([command]) == 78
+    assert "state_dir: required" in capsys.readouterr().err
+
+
+def test_systemds_state_directory_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
+    assert load_coordinator(None, {}).state_dir == tmp_path
+
+
+def test_an_address_that_no_interface_has_is_refused_with_those_there_are() -> None:
+    from piped.node.devices import interface_of
+
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*no interface of this machine has it .*127\.0\.0\.1 on lo"):
+        interface_of("192.0.2.1")
