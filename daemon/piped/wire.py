@@ -59,6 +59,7 @@ def spec_from_proto(message: spec_pb2.JobSpec) -> JobSpec:
         schedule=message.pipeline.schedule,
         chunks=message.pipeline.chunks,
         steps=message.train.steps,
+        log_every=message.train.log_every,
         device=message.resources.device or "auto",
         slots_per_node=message.resources.slots_per_node,
         grace_s=message.grace_s,

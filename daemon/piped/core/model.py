@@ -105,6 +105,7 @@ class JobSpec:
     schedule: str
     chunks: int
     steps: int
+    log_every: int
     device: str  # auto | cpu | cuda
     slots_per_node: int  # 0: as many as the node has
     grace_s: int

@@ -43,6 +43,8 @@ def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
     yield from _pipeline_violations(spec)
     if spec.steps < 1:
         yield "train.steps", f"is {spec.steps}; at least 1 step is needed"
+    if spec.log_every < 1:
+        yield "train.log_every", f"is {spec.log_every}; it must be at least 1"
     if spec.device not in DEVICES:
         yield "resources.device", f"{spec.device!r} is unknown; use one of {', '.join(DEVICES)}"
     if spec.source_sha256 and not SHA256.fullmatch(spec.source_sha256):

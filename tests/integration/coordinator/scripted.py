@@ -152,7 +152,7 @@ def spec(name: str = "gpt", *, stages: int = 2, replicas: int = 1, **changes: An
         pipeline=spec_pb2.PipelineSpec(
             stages=stages, stages_per_rank=1, replicas=replicas, schedule="1f1b", chunks=4, split="balanced"
         ),
-        train=spec_pb2.TrainSpec(steps=10, seed=1),
+        train=spec_pb2.TrainSpec(steps=10, seed=1, log_every=5),
         backend="BACKEND_AUTO",
         resources=spec_pb2.ResourcesSpec(device="auto"),
         grace_s=5,

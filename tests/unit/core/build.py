@@ -17,6 +17,7 @@ GPT = JobSpec(
     schedule="1f1b",
     chunks=4,
     steps=10,
+    log_every=10,
     device="auto",
     slots_per_node=0,
     grace_s=5,

@@ -17,6 +17,7 @@ from tests.unit.core.build import spec
         ({"chunks": 0}, "pipeline.chunks", "at least 1"),
         ({"schedule": "dance"}, "pipeline.schedule", "gpipe, 1f1b"),
         ({"steps": 0}, "train.steps", "at least 1"),
+        ({"log_every": 0}, "train.log_every", "at least 1"),
         ({"device": "tpu"}, "resources.device", "auto, cpu, cuda"),
         ({"stages": 100_000}, "pipeline.stages", "the limit is 4096"),
         ({"source_sha256": "../x"}, "source", "SHA-256"),
