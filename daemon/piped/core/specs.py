@@ -1,6 +1,7 @@
 """What can be wrong with a job spec by itself: checked before anything is stored.
 
-Called by the job service for Validate and Submit. Whether the program exists, or the model can be cut, is known only
+Called by the job service for Validate and Submit. The client's job file has the same rules (pipeapi.jobspec), which
+this package can't import; a test holds the two together. Whether the program exists, or the model can be cut, is known only
 where torch is; whether the cluster is large enough is a reason to wait, not an error.
 """
 
@@ -15,13 +16,13 @@ from piped.errors import FieldViolation, SpecError
 SCHEDULES = ("gpipe", "1f1b")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_RANKS = 4096
-MAX_ENV_BYTES = 131_000  # of NAME=VALUE; execve refuses a string above 131,068 (E2BIG)
-NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
-ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MAX_ENV_BYTES = 131_068  # of NAME=VALUE and its NUL; execve refuses a longer string (E2BIG)
+NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?")
+ENV_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 PROGRAM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _RESERVED_ENV = re.compile(
-    r"(PIPED_|LD_|PYTHON|GRPC_|BASH_FUNC|TORCHELASTIC_|SLURM_).*|RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT"
+    r"(PIPED_|LD_|PYTHON|GRPC_|BASH_FUNC|MASTER_|TORCHELASTIC_).*|RANK|WORLD_SIZE|CUDA_VISIBLE_DEVICES"
 )
 
 
@@ -36,7 +37,7 @@ def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
     if not NAME.fullmatch(spec.name):
         yield (
             "name",
-            f"{spec.name!r} is no job name: use 1 to 63 of a-z, 0-9, '-', '_', '.', with a letter or digit at both ends",
+            f"{spec.name!r} is no job name: use 1 to 63 of a-z, 0-9, '-', '.', with a letter or digit at both ends",
         )
     if not PROGRAM.fullmatch(spec.program):
         yield "program", f"{spec.program!r} is not of the form module:Class, e.g. stagekit.examples.gpt:Program"
@@ -51,12 +52,12 @@ def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "source", f"{spec.source_sha256!r} is no SHA-256 in lower-case hexadecimal"
     for name, value in spec.env:
         if not ENV_NAME.fullmatch(name):
-            yield f"env.{name}", "is no name of an environment variable: use letters, digits and '_', no digit first"
+            yield f"env.{name}", "is no name of an environment variable: use capitals, digits and '_', no digit first"
         elif _RESERVED_ENV.fullmatch(name):
             yield f"env.{name}", "is set by the node or would change how workers are loaded; choose another name"
         elif "\0" in value:
             yield f"env.{name}", "its value contains a NUL character, which no environment can carry"
-        elif (size := len(name.encode()) + 1 + len(value.encode())) > MAX_ENV_BYTES:
+        elif (size := len(name.encode()) + len(value.encode()) + 2) > MAX_ENV_BYTES:
             yield f"env.{name}", f"takes {size} bytes; the limit is {MAX_ENV_BYTES}: put the value into a file"
 
 

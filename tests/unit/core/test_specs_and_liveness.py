@@ -23,7 +23,7 @@ from tests.unit.core.build import spec
         ({"source_sha256": "../x"}, "source", "SHA-256"),
         ({"env": (("1A", ""),)}, "env.1A", "no name"),
         ({"env": (("LD_PRELOAD", "x"),)}, "env.LD_PRELOAD", "choose another"),
-        ({"env": (("A", "x" * 131_000),)}, "env.A", "the limit is 131000"),
+        ({"env": (("A", "x" * 131_066),)}, "env.A", "the limit is 131068"),
         ({"env": (("A", "x\0"),)}, "env.A", "NUL"),
     ],
 )
