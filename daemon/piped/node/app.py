@@ -89,7 +89,7 @@ async def _serve(config: NodeConfig, state: StateDir, place: Place, slots: tuple
             host_key=state.host_key,
             version=importlib.metadata.version("pipectl"),
             data_address=config.data_address,
-            metrics_address=metrics_address,
+            metrics_address=_advertised(metrics_address, config.data_address),
             slots=slots,
         )
 
@@ -144,6 +144,14 @@ async def _until(
                 )
         for task in tasks:
             task.cancel()
+
+
+def _advertised(bound: str, data_address: str) -> str:
+    """Return where others find what is bound at `bound`: every interface means the data address."""
+    host, port = parse_address(bound, "metrics")
+    if host not in ("0.0.0.0", "::"):
+        return bound
+    return f"[{data_address}]:{port}" if ":" in data_address else f"{data_address}:{port}"
 
 
 async def _feed_watchdog() -> None:
