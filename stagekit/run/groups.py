@@ -92,6 +92,13 @@ class Groups:
         except RuntimeError as error:
             raise PeerError(f"exchange of the step's status: {error}") from error
 
+    def spread_over_replicas(self, value: int) -> int:
+        """Return the largest minus the smallest `value` (below 2**62) over the replicas of this rank's stages."""
+        ends = torch.tensor([value, -value], dtype=torch.int64, device=self.comm_device)
+        if self.replicas is not None:
+            dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.replicas)
+        return int(ends[0] + ends[1])
+
     def share_clock_base(self) -> int:
         """Return rank 0's clock, on every rank: times are sent relative to it."""
         base = torch.tensor(

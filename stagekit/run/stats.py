@@ -34,12 +34,14 @@ class Recorder:
         self.step_start_ns = monotonic_ns()
 
     def replay(self, rank: int, hooks: Sequence[ActionHook]) -> None:
-        """Call each hook once per action and reduction of the last step, in the order of their starts."""
+        """Call each hook once per action of the last step and once per bucket's ALL_REDUCE (whose chunk is the bucket's
+        number), in the order of their starts.
+        """
         events = [
             (self.start_ns[i], action.stage, action.chunk, str(action.op), self.end_ns[i])
             for i, action in enumerate(self.actions)
         ]
-        events += [(t0, stage, bucket, "REDUCE", t1) for stage, bucket, t0, t1 in self.reduce]
+        events += [(t0, stage, bucket, "ALL_REDUCE", t1) for stage, bucket, t0, t1 in self.reduce]
         for t0, stage, chunk, op, t1 in sorted(events):
             for hook in hooks:
                 hook(rank, stage, chunk, op, t0, t1)

@@ -17,13 +17,17 @@ def train(program, *, steps, chunks, seed, replicas=1):
         pieces = []
         for stream in streams:
             batch = next(stream)
-            inputs = [value.tensor_split(chunks) for value in batch.args]
+            args = [value.tensor_split(chunks) for value in batch.args]
+            kwargs = {name: value.tensor_split(chunks) for name, value in batch.kwargs.items()}
             targets = batch.target.tensor_split(chunks)
-            pieces += [([i[c] for i in inputs], targets[c]) for c in range(chunks)]
-        weights = [program.loss_weight(target) for _, target in pieces]
+            pieces += [
+                ([a[c] for a in args], {name: value[c] for name, value in kwargs.items()}, targets[c])
+                for c in range(chunks)
+            ]
+        weights = [program.loss_weight(target) for *_, target in pieces]
         total, loss_sum = sum(weights), 0.0
-        for (inputs, target), weight in zip(pieces, weights, strict=True):
-            loss = program.loss(model(*inputs), target)
+        for (args, kwargs, target), weight in zip(pieces, weights, strict=True):
+            loss = program.loss(model(*args, **kwargs), target)
             loss.backward(torch.tensor(weight / total))
             loss_sum += weight * float(loss.detach())
         optimizer.step()

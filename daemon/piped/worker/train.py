@@ -6,6 +6,7 @@ it captured something else.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from piped.worker.link import Link
 from piped.worker.observe import Observer, plan_summary
 from stagekit.load import load_program
 from stagekit.api import Pipeline, capture_model, plan_pipeline
-from stagekit.errors import UserError
+from stagekit.errors import BugError, UserError
 from stagekit.program import Batch
 from stagekit.run import checkpoint
 from stagekit.run.runtime import Run
@@ -123,6 +124,7 @@ def train(message: dict[str, Any], link: Link) -> int:
         batches = _batches(job, program, run)
         for step in range(steps):
             train_step(job, program, run, observer, optimizer, batches, step, counter)
+        check_replicas(run)
         save(job, run)
         observer.send_metrics()
         return steps
@@ -282,6 +284,21 @@ def _next(batches: Iterator[Batch], step: int) -> Batch:
     if batch is None:
         raise UserError(f"batches() ended before step {step}; yield forever, or ask for fewer steps")
     return batch
+
+
+def check_replicas(run: Run) -> None:
+    """Log a digest of this rank's weights; raise if another replica of the same stages holds other ones.
+
+    Buffers are left out: BatchNorm's statistics are those of each replica's own data.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(run.named_parameters()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    log.info("weights_digest", stages=list(run.own_stages), digest=digest.hexdigest()[:16])
+    mine = int(digest.hexdigest()[:14], 16)
+    if run.groups.replicas is not None and run.groups.spread_over_replicas(mine):
+        raise BugError(f"the replicas of stages {list(run.own_stages)} ended with different weights")
 
 
 def save(job: Assignment, run: Run) -> None:
