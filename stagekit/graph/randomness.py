@@ -66,7 +66,8 @@ def functional_dropout(graph: fx.Graph, base: fx.Node) -> list[str]:
         if name == "aten.dropout.default":
             x, p = op.args[0], op.args[1]
             with graph.inserting_before(op):
-                mask = graph.call_function(torch.ops.stagekit.keep_mask.default, (x, p, base, k))
+                shape = graph.call_function(torch.ops.aten.detach.default, (x,))  # the mask has no gradient
+                mask = graph.call_function(torch.ops.stagekit.keep_mask.default, (shape, p, base, k))
                 result = graph.call_function(torch.ops.aten.mul.Tensor, (x, mask))
         elif name == "aten.scaled_dot_product_attention.default":
             with graph.inserting_before(op):
@@ -113,4 +114,4 @@ def dropout_attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1)
-    return (weights * torch.ops.stagekit.keep_mask(weights, p, base, k)) @ value  # type: ignore[no-any-return]
+    return (weights * torch.ops.stagekit.keep_mask(weights.detach(), p, base, k)) @ value  # type: ignore[no-any-return]

@@ -67,7 +67,18 @@ class InitRecorder(TorchDispatchMode):
         self._keys: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # an address may not be reused while we know it by its address
         self._copied: set[int] = set()
+        self._executing = False
         self._tainted: set[int] = set()  # real at record time, but drawn from another random stream than at replay
+
+    def __enter__(self) -> InitRecorder:
+        # torch.nn.init skips meta tensors silently (trunc_normal_, orthogonal_, …): while recording, none shows as one.
+        torch.Tensor.is_meta = property(lambda tensor: self._executing and _on_meta(tensor))  # type: ignore[assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        del torch.Tensor.is_meta  # the base class has the real one
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Arm the detection of torch.manual_seed inside the constructor; call with the generator forked."""
@@ -79,7 +90,7 @@ class InitRecorder(TorchDispatchMode):
         key = self._keys.get(storage._cdata)
         if key is None:
             key = self._register(storage)
-            if tensor.is_meta:
+            if _on_meta(tensor):
                 raise NeedsRealBuild("a meta tensor that the constructor did not make")
             self.outside[key] = storage
         return Address(key, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
@@ -96,7 +107,11 @@ class InitRecorder(TorchDispatchMode):
         logged_args, logged_kwargs = tree_map(self._as_address, args), tree_map(self._as_address, kwargs)
         if is_random:
             self._note_seed()
-        result = self._execute(func, args, kwargs, inputs)
+        self._executing = True
+        try:
+            result = self._execute(func, args, kwargs, inputs)
+        finally:
+            self._executing = False
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         fresh = [self._is_new(tensor) for tensor in outputs]
         if not written and not any(fresh) and not is_random:
@@ -104,7 +119,7 @@ class InitRecorder(TorchDispatchMode):
         results = tuple(self._fresh_address(t) if new else None for t, new in zip(outputs, fresh, strict=True))
         made = frozenset(address.key for address in results if address is not None)
         writes = made | written
-        if is_random or keys & self._tainted or any(t.is_meta for t in inputs):
+        if is_random or keys & self._tainted or any(_on_meta(t) for t in inputs):
             self._tainted |= writes
         self.entries.append(
             Entry(
@@ -118,10 +133,11 @@ class InitRecorder(TorchDispatchMode):
                 needs_inputs=len(keys) > 1 or not keys <= written,
             )
         )
-        return result
+        is_in_place = bool(written) and isinstance(result, Tensor) and len(results) == 1 and _returns_first(func)
+        return args[0] if is_in_place else result
 
     def _refuse(self, name: str, inputs: list[Tensor], keys: frozenset[int], kwargs: Any) -> None:
-        if name in _ESCAPES and (keys & self._tainted or any(t.is_meta for t in inputs)):
+        if name in _ESCAPES and (keys & self._tainted or any(_on_meta(t) for t in inputs)):
             raise NeedsRealBuild(f"{name} looks at a value that is not computed while recording")
         if name in _REFUSED:
             raise NeedsRealBuild(f"{name} changes what memory a tensor names")
@@ -147,7 +163,7 @@ class InitRecorder(TorchDispatchMode):
             shape_only = func(*args, **on_meta) if has_device else func(*args, **kwargs)
             large = any(t.numel() > SMALL_NUMEL for t in tree_leaves(shape_only) if isinstance(t, Tensor))
             return shape_only if large or not has_device else func(*args, **kwargs)
-        if not any(t.is_meta for t in inputs):
+        if not any(_on_meta(t) for t in inputs):
             return func(*args, **kwargs)
         args, on_meta = tree_map(_to_meta, args), tree_map(_to_meta, on_meta)
         return func(*args, **on_meta)
@@ -178,8 +194,18 @@ class InitRecorder(TorchDispatchMode):
         return key
 
 
+def _returns_first(func: Any) -> bool:
+    """Tell whether the operator returns its first argument after writing it."""
+    alias = func._schema.returns[0].alias_info
+    return alias is not None and bool(alias.is_write)
+
+
+def _on_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"
+
+
 def _to_meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.is_meta:
+    if not isinstance(leaf, Tensor) or _on_meta(leaf):
         return leaf
     return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
 
