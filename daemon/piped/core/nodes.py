@@ -12,7 +12,7 @@ from piped.core import attempts, events
 from piped.core.draft import Draft
 from piped.core.effects import CloseSession, SendDesired
 from piped.core.model import AttemptState, Node, NodeState
-from piped.errors import IllegalTransition, LeaseLost, RegistrationRefused
+from piped.errors import IllegalTransition, RegistrationRefused
 
 NEXT: dict[NodeState, frozenset[NodeState]] = {  # what is not in a row is illegal, and raises
     NodeState.READY: frozenset({NodeState.READY, NodeState.DISCONNECTED, NodeState.LOST}),
@@ -97,13 +97,6 @@ def coordinator_started(draft: Draft, _event: events.CoordinatorStarted) -> str:
     draft.record("coordinator_started", f"epoch {draft.epoch}")
     draft.place_queued()
     return f"epoch {draft.epoch}"
-
-
-def check_current(node: Node | None, incarnation: int) -> None:
-    """Raise LeaseLost unless `incarnation` is the node's current registration and its lease holds."""
-    if node is None or node.incarnation != incarnation or node.state is NodeState.LOST:
-        name = node.node_name if node else "unknown"
-        raise LeaseLost(f"incarnation {incarnation} of node {name} has ended; register again")
 
 
 def _refuse_strangers(draft: Draft, event: events.NodeRegistered) -> None:

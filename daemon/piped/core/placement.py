@@ -26,8 +26,9 @@ def place(
     spec: JobSpec, nodes: Iterable[Node], reservations: Mapping[SlotKey, int]
 ) -> tuple[tuple[RankPlacement, ...] | None, str]:
     """Return the placement by rank, or None and what is missing, in the words that people read."""
-    ready = sorted((each for each in nodes if each.state is NodeState.READY), key=lambda each: each.node_name)
-    kind = _device_kind(spec, ready)
+    live = sorted((each for each in nodes if each.state is not NodeState.LOST), key=lambda each: each.node_name)
+    kind = _device_kind(spec, live)
+    ready = [each for each in live if each.state is NodeState.READY]
     offers = [_offer(spec, kind, node, reservations) for node in ready]
     offers = [each for each in offers if each.slots]
     if sum(len(each.slots) for each in offers) < spec.world_size:
@@ -37,16 +38,17 @@ def place(
 
 
 def can_ever_fit(spec: JobSpec, nodes: Iterable[Node]) -> bool:
-    """Return whether the READY nodes would hold the job if nothing else ran."""
-    ready = [each for each in nodes if each.state is NodeState.READY]
-    kind = _device_kind(spec, ready)
-    return sum(_capacity(spec, kind, node) for node in ready) >= spec.world_size
+    """Return whether the cluster would hold the job if nothing else ran and every node that is not lost were READY."""
+    live = [each for each in nodes if each.state is not NodeState.LOST]
+    kind = _device_kind(spec, live)
+    return sum(_capacity(spec, kind, node) for node in live) >= spec.world_size
 
 
-def _device_kind(spec: JobSpec, ready: Iterable[Node]) -> str:
+def _device_kind(spec: JobSpec, live: Iterable[Node]) -> str:
+    """Return the one kind of device of the gang; a GPU node that is away for a moment still counts."""
     if spec.device != "auto":
         return spec.device
-    num_cuda = sum(slot.kind == "cuda" for node in ready for slot in node.slots)
+    num_cuda = sum(slot.kind == "cuda" for node in live for slot in node.slots)
     return "cuda" if num_cuda >= spec.world_size else "cpu"
 
 

@@ -165,6 +165,13 @@ def test_the_queue_is_not_overtaken_but_an_impossible_job_blocks_nobody():
     assert c.job("j2").state is JobState.STARTING
 
 
+def test_after_a_restart_no_job_overtakes_one_whose_nodes_are_still_reconnecting():
+    c = cluster(2, 2).feed(submission("j1", name="first"), submission("j2", name="second"))
+    c.feed(submission("j3", name="large", stages=4), submission("j4", name="small"))
+    c.feed(events.CoordinatorStarted(), registration("n1"), events.CancelRequested("j1")).empty(1)
+    assert c.job("j4").pending_reason.startswith("waits behind large")
+
+
 def test_facts_of_ended_unknown_or_foreign_fences_change_nothing():
     c = cluster(2, 2).feed(submission()).run()
     for fact in (

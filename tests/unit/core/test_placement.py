@@ -72,6 +72,11 @@ def test_auto_takes_cpus_when_the_gpus_could_never_hold_the_job():
     assert {each.slot.kind for each in placed} == {"cpu"}
 
 
+def test_a_gpu_job_does_not_move_to_cpus_while_its_node_reconnects():
+    nodes = [node("c", 4), node("g", 2, "cuda", NodeState.DISCONNECTED)]
+    assert place(spec(), nodes, {}) == (None, "needs 2 slots, the cluster has 0 (no ready node), 0 in use")
+
+
 def test_whether_a_job_could_fit_does_not_depend_on_what_runs():
     assert can_ever_fit(spec(stages=4), [node("a", 2), node("b", 2)])
     assert not can_ever_fit(spec(stages=4), [node("a", 2), node("b", 2, state=NodeState.LOST)])
