@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 SMALL_NUMEL = 4096
@@ -73,12 +73,31 @@ class InitRecorder(TorchDispatchMode):
     def __enter__(self) -> InitRecorder:
         # torch.nn.init skips meta tensors silently (trunc_normal_, orthogonal_, …): while recording, none shows as one.
         torch.Tensor.is_meta = property(lambda tensor: self._executing and _on_meta(tensor))  # type: ignore[assignment]
+        # Rejection sampling looks at what it drew: log the whole function as one operation.
+        self._truncated = nn.init._no_grad_trunc_normal_
+        nn.init._no_grad_trunc_normal_ = self._truncated_normal
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
+        nn.init._no_grad_trunc_normal_ = self._truncated
         del torch.Tensor.is_meta  # the base class has the real one
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _truncated_normal(self, tensor: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+        if generator is not None:
+            raise NeedsRealBuild("trunc_normal_ draws from a generator of its own")
+        self._note_seed()
+        address = self.address_of(tensor)
+        key = frozenset({address.key})
+        self._tainted |= key
+        self.entries.append(
+            Entry(self._truncated, (address, *args), kwargs, (None,), key, key, is_random=True, needs_inputs=False)
+        )
+        if not _on_meta(tensor):
+            with _disable_current_modes():
+                self._truncated(tensor, *args, **kwargs)
+        return tensor
 
     def begin(self) -> None:
         """Arm the detection of torch.manual_seed inside the constructor; call with the generator forked."""

@@ -86,6 +86,12 @@ def test_a_recorded_model_holds_no_large_values() -> None:
     assert all(p.is_meta for p in module.parameters() if p.numel() > 4096)
 
 
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - {"looks at random values"}))
+def test_ordinary_constructors_are_recorded(name: str) -> None:
+    _, source = open_model(BUILDERS[name], seed=0)
+    assert isinstance(source, RecordedValues), source.note
+
+
 def test_a_constructor_that_looks_at_random_values_is_built_for_real() -> None:
     _, source = open_model(LooksAtRandomValues, seed=0)
     assert isinstance(source, RebuiltValues)
