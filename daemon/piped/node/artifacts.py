@@ -15,7 +15,7 @@ _DOWNLOAD_S = 600.0
 
 def downloader(channel: grpc.aio.Channel) -> Download:
     """Return a function that yields an artifact's bytes over `channel`; it raises OSError when it can't be had."""
-    stub: Any = jobs_pb2_grpc.ArtifactServiceStub(channel)  # type: ignore[no-untyped-call]
+    stub: Any = jobs_pb2_grpc.ArtifactServiceStub(channel)
 
     async def download(sha256: str) -> AsyncIterator[bytes]:
         call = stub.Download(jobs_pb2.DownloadRequest(sha256=sha256), timeout=_DOWNLOAD_S)

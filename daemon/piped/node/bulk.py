@@ -16,12 +16,13 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from pipeapi.v1 import jobs_pb2, nodes_pb2, nodes_pb2_grpc
 
 from piped.node.logs import NoRecord, Record, read
-from piped.node.tasks import raise_if_cancelled
+from piped.node.tasks import first_of
 
 log = structlog.get_logger()
 
 _RETRY_S = 1.0
 _POLL_S = 0.05
+_WRITE_S = 60.0
 _MAX_ASKS = 64
 _MAX_WAIT_S = 60.0
 _MAX_BYTES = 1 << 20
@@ -37,7 +38,7 @@ class Bulk:
     """Keeps one Bulk stream open; `run` never returns."""
 
     def __init__(self, channel: grpc.aio.Channel, node_id: str, attempts: Path) -> None:
-        self._stub: Any = nodes_pb2_grpc.NodeServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._stub: Any = nodes_pb2_grpc.NodeServiceStub(channel)
         self._node_id = node_id
         self._attempts = attempts
 
@@ -46,12 +47,11 @@ class Bulk:
         while True:
             call = self._stub.Bulk()
             try:
-                await self._hold(call)
-            except* (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as group:
+                await first_of(bulk=self._hold(call))  # a task of its own: see there
+            except* (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError) as group:
                 log.debug("bulk_ended", reason=repr(group.exceptions[0]))
             finally:
                 call.cancel()
-            raise_if_cancelled()
             await asyncio.sleep(_RETRY_S)
 
     async def _hold(self, call: Any) -> None:
@@ -63,7 +63,7 @@ class Bulk:
                 chunk = await self._chunk(ask)
             finally:
                 gate.release()
-            async with writing:
+            async with writing, asyncio.timeout(_WRITE_S):
                 await call.write(nodes_pb2.BulkRequest(chunk=chunk))
 
         async with asyncio.TaskGroup() as group:

@@ -23,11 +23,12 @@ from piped.node.facts import FactBook
 from piped.node.model import Fact, Slot
 from piped.node.state import StateDir
 from piped.node.supervisor import Supervisor
-from piped.node.tasks import raise_if_cancelled
+from piped.node.tasks import first_of
 
 log = structlog.get_logger()
 
 _OPEN_S = 10.0  # for the coordinator's Welcome
+_WRITE_S = 10.0  # for it to take a message: flow control holds a stream whose reader is stuck
 _RETRY_MIN_S, _RETRY_MAX_S = 0.5, 2.0
 _REPORT_BYTES = 1 << 20  # facts per message; a message may have 4 MiB
 
@@ -69,7 +70,7 @@ class Session:
         book: FactBook,
         on_registration: Callable[[bool], Awaitable[None]],
     ) -> None:
-        self._stub: Any = nodes_pb2_grpc.NodeServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._stub: Any = nodes_pb2_grpc.NodeServiceStub(channel)
         self._identity = identity
         self._state = state
         self._supervisor = supervisor
@@ -84,7 +85,6 @@ class Session:
         while True:
             began_s = time.monotonic()
             reason = await self._hold()
-            raise_if_cancelled()
             await self._on_registration(False)
             if reason != last_reason or time.monotonic() - began_s > 60:
                 log.warning("session_ended", reason=reason)
@@ -100,17 +100,14 @@ class Session:
             welcome = await self._open(call)
             self._book.resend()
             await self._on_registration(True)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._hear(call, welcome.coordinator_epoch), name="session-hear")
-                group.create_task(self._speak(call, welcome), name="session-speak")
-        except* SessionEnded as group_error:
-            reason = str(group_error.exceptions[0])
-        except* grpc.aio.AioRpcError as group_error:
-            error = group_error.exceptions[0]
-            if isinstance(error, grpc.aio.AioRpcError):
-                reason = f"{error.code().name}: {error.details()}"
-        except* (grpc.aio.UsageError, asyncio.InvalidStateError) as group_error:  # a write after the stream's end
-            reason = f"the stream is closed: {group_error.exceptions[0]}"
+            epoch = welcome.coordinator_epoch
+            await first_of(**{"session-hear": self._hear(call, epoch), "session-speak": self._speak(call, welcome)})
+        except SessionEnded as error:
+            reason = str(error)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:  # a write after the stream's end
+            reason = f"the stream is closed: {error}"
         finally:
             call.cancel()
         return reason
@@ -184,7 +181,7 @@ class Session:
                 self._loop_lag_s = now_s - due_s
                 due_s = now_s + welcome.beat_s
                 beat_seq += 1
-                await call.write(nodes_pb2.SessionRequest(beat=self._beat(beat_seq)))
+                await self._write(call, nodes_pb2.SessionRequest(beat=self._beat(beat_seq)))
                 silent_s = now_s - self._acknowledged_s
                 if silent_s > max(welcome.lease_ttl_s, 3 * welcome.beat_s):
                     raise SessionEnded(f"no beat was acknowledged for {silent_s:.1f} s")
@@ -211,12 +208,20 @@ class Session:
             if message is None:
                 continue
             if size and size + message.ByteSize() > _REPORT_BYTES:
-                await call.write(nodes_pb2.SessionRequest(facts=report))
+                await self._write(call, nodes_pb2.SessionRequest(facts=report))
                 report, size = nodes_pb2.FactReport(), 0
             report.facts.append(message)
             size += message.ByteSize()
         if size:
-            await call.write(nodes_pb2.SessionRequest(facts=report))
+            await self._write(call, nodes_pb2.SessionRequest(facts=report))
+
+    @staticmethod
+    async def _write(call: Any, request: nodes_pb2.SessionRequest) -> None:
+        try:
+            async with asyncio.timeout(_WRITE_S):
+                await call.write(request)
+        except TimeoutError:
+            raise SessionEnded(f"the coordinator took no message for {_WRITE_S} s") from None
 
     def _message(self, fact: Fact) -> nodes_pb2.Fact | None:
         try:

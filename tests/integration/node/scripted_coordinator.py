@@ -20,11 +20,13 @@ class Coordinator(nodes_pb2_grpc.NodeServiceServicer, jobs_pb2_grpc.ArtifactServ
     def __init__(self) -> None:
         self.cluster_id, self.epoch, self.revision = "c1", 1, 0
         self.acknowledges = True
+        self.acknowledges_beats, self.lease_ttl_s = True, 4.0
         self.hellos: list[nodes_pb2.Hello] = []
         self.beats: list[nodes_pb2.Beat] = []
         self.facts: dict[tuple[int, int | None, str], nodes_pb2.Fact] = {}
         self.order: list[tuple[int, int | None, str]] = []  # every fact as it came, repetitions included
         self.artifacts: dict[str, bytes] = {}
+        self.withholds_artifacts = False  # answers no download
         self.chunks: dict[int, nodes_pb2.BulkChunk] = {}
         self._attempts: dict[int, nodes_pb2.DesiredAttempt] = {}
         self._sessions: list[asyncio.Queue[nodes_pb2.SessionResponse]] = []
@@ -81,7 +83,11 @@ class Coordinator(nodes_pb2_grpc.NodeServiceServicer, jobs_pb2_grpc.ArtifactServ
         first = await anext(request_iterator)
         self.hellos.append(first.hello)
         welcome = nodes_pb2.Welcome(
-            cluster_id=self.cluster_id, coordinator_epoch=self.epoch, incarnation=1, beat_s=0.1, lease_ttl_s=4.0
+            cluster_id=self.cluster_id,
+            coordinator_epoch=self.epoch,
+            incarnation=1,
+            beat_s=0.1,
+            lease_ttl_s=self.lease_ttl_s,
         )
         out.put_nowait(nodes_pb2.SessionResponse(welcome=welcome))
         out.put_nowait(self._desired())
@@ -99,7 +105,8 @@ class Coordinator(nodes_pb2_grpc.NodeServiceServicer, jobs_pb2_grpc.ArtifactServ
             if request.HasField("beat"):
                 self.beats.append(request.beat)
                 ack = nodes_pb2.BeatAck(beat_seq=request.beat.beat_seq)
-                out.put_nowait(nodes_pb2.SessionResponse(beat_ack=ack))
+                if self.acknowledges_beats:
+                    out.put_nowait(nodes_pb2.SessionResponse(beat_ack=ack))
             else:
                 self._take(request.facts, out)
 
@@ -130,6 +137,8 @@ class Coordinator(nodes_pb2_grpc.NodeServiceServicer, jobs_pb2_grpc.ArtifactServ
             listener.cancel()
 
     async def Download(self, request: Any, context: Any) -> AsyncIterator[jobs_pb2.DownloadResponse]:
+        if self.withholds_artifacts:
+            await asyncio.Event().wait()
         data = self.artifacts.get(request.sha256)
         if data is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such artifact")

@@ -426,3 +426,29 @@ def test_a_daemon_leaves_also_in_the_moment_when_its_session_breaks(cluster: Clu
         assert await asyncio.to_thread(daemon.wait, 20) == 0
 
     play(cluster, scene)
+
+
+def test_a_session_whose_beats_nobody_acknowledges_is_opened_again(cluster: Cluster) -> None:
+    async def scene(coordinator: Coordinator) -> None:
+        coordinator.acknowledges_beats, coordinator.lease_ttl_s = False, 0.3
+        cluster.start_node()
+        await cluster.registered(times=2)
+        assert "no beat was acknowledged for" in (cluster.folder / "daemon.log").read_text()
+        assert len(coordinator.beats) >= 3
+
+    play(cluster, scene)
+
+
+def test_a_stop_during_the_preparation_gives_it_up(cluster: Cluster) -> None:
+    async def scene(coordinator: Coordinator) -> None:
+        cluster.start_node()
+        await cluster.registered()
+        coordinator.withholds_artifacts = True
+        coordinator.want(cluster.attempt(PREPARE, "done", source_sha256="1" * 64))
+        await coordinator.until((cluster.state / "attempts" / "7").exists, "the preparation began")
+        coordinator.want(cluster.attempt(STOP, "done"))
+        await coordinator.heard(7, None, "attempt_empty")
+        assert (7, None, "prepare_failed") not in coordinator.facts
+        assert not (cluster.state / "attempts" / "7" / "shim.json").exists()
+
+    play(cluster, scene)
