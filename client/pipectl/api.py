@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
-from pipeapi.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, jobs_pb2_grpc, spec_pb2
 
+from pipeapi.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, jobs_pb2_grpc, spec_pb2
 from pipectl.errors import CommandError, Exit
 
 T = TypeVar("T")

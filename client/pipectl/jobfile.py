@@ -18,7 +18,6 @@ from typing import Any
 
 from pipeapi import jobspec
 from pipeapi.v1 import spec_pb2
-
 from pipectl.errors import CommandError, Exit
 
 MAX_SOURCE_BYTES = 64 << 20

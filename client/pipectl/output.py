@@ -12,6 +12,7 @@ import click
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
+
 from pipeapi.v1 import cluster_pb2, jobs_pb2
 
 

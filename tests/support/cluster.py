@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import yaml
+
 from pipeapi.v1 import jobs_pb2
 from pipectl.api import Coordinator
 

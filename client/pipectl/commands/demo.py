@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any
 
 import click
+
 from pipeapi import jobspec
 from pipeapi.v1 import jobs_pb2
-
 from pipectl import jobfile, output, pictures
 from pipectl.api import Coordinator
 from pipectl.commands import describe

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import click
-from pipeapi.v1 import cluster_pb2, jobs_pb2
 
+from pipeapi.v1 import cluster_pb2, jobs_pb2
 from pipectl import output
 from pipectl.api import Coordinator
 from pipectl.context import coordinator_address

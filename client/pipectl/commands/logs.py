@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import click
-from pipeapi.v1 import jobs_pb2
 
+from pipeapi.v1 import jobs_pb2
 from pipectl import output
 from pipectl.api import Coordinator
 from pipectl.context import coordinator_address

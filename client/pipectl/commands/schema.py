@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import click
-from pipeapi import jobspec
 
+from pipeapi import jobspec
 from pipectl import output
 from pipectl.errors import CommandError, Exit
 

@@ -7,8 +7,8 @@ import sys
 from types import FrameType
 
 import click
-from pipeapi.v1 import jobs_pb2
 
+from pipeapi.v1 import jobs_pb2
 from pipectl import output
 from pipectl.api import Coordinator
 from pipectl.context import coordinator_address
