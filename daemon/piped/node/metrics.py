@@ -34,6 +34,7 @@ from piped.node.model import DesiredAttempt, DesiredState, Phase
 log = structlog.get_logger()
 
 KEEP_S = 300.0
+EXIT_REASONS = ("success", "error", "stopped")  # and signal_N, once seen
 STATES = ("starting", "running", "stopping", "ended")
 _WORKER = {metric.name: metric for metric in WORKER_METRICS}
 _LABEL_VALUES = {"phase": PHASES, "direction": DIRECTIONS}
@@ -128,6 +129,10 @@ class JobCollector(Collector):
         return job
 
     def _begin_at_zero(self, job: Job, attempt: DesiredAttempt) -> None:
+        for placement in attempt.ranks_on(self._node_id):
+            for stage in placement.stages:
+                for reason in EXIT_REASONS:
+                    job.exits.setdefault((str(stage), reason), 0.0)
         for metric in WORKER_METRICS:
             if metric.kind == "gauge":
                 continue
@@ -188,7 +193,7 @@ class JobCollector(Collector):
             if job.attempt is not None:
                 _add(families["piped_job_attempt"], (job.job_id,), [float(job.attempt.attempt)])
                 _add(families["piped_job_info"], (job.job_id, *_shape(job.attempt)), [1.0])
-                for p in job.attempt.ranks_on(self._node_id) if job.ended_s is None else ():
+                for p in job.attempt.ranks_on(self._node_id):
                     for stage in p.stages:
                         row = (job.job_id, str(stage), str(p.rank), self._node_name, p.slot.device)
                         _add(families["piped_worker_info"], row, [1.0])

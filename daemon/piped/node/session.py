@@ -89,7 +89,9 @@ class Session:
             if reason != last_reason or time.monotonic() - began_s > 60:
                 log.warning("session_ended", reason=reason)
             last_reason = reason
-            delay_s = _RETRY_MIN_S if time.monotonic() - began_s > _OPEN_S else min(delay_s * 1.5, _RETRY_MAX_S)
+            # An unreachable coordinator costs nothing to try: the channel itself backs off. One that refuses us does.
+            was_refused = not reason.startswith("UNAVAILABLE") and time.monotonic() - began_s < _OPEN_S
+            delay_s = min(delay_s * 1.5, _RETRY_MAX_S) if was_refused else _RETRY_MIN_S
             await asyncio.sleep(delay_s * random.uniform(0.8, 1.2))
 
     async def _hold(self) -> str:
