@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from piped.__main__ import build_parser
 from piped.config import CoordinatorConfig, NodeConfig, load_coordinator, load_node, parse_address
 

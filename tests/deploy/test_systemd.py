@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from piped.__main__ import build_parser
 from piped.config import CoordinatorConfig, NodeConfig, load_coordinator, load_node
 

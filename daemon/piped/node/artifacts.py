@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from pipeapi.v1 import jobs_pb2, jobs_pb2_grpc
 
+from pipeapi.v1 import jobs_pb2, jobs_pb2_grpc
 from piped.node.prepare import Download
 
 _DOWNLOAD_S = 600.0

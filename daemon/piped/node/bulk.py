@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import structlog
 from grpc.aio import EOF  # type: ignore[attr-defined]
-from pipeapi.v1 import jobs_pb2, nodes_pb2, nodes_pb2_grpc
 
+from pipeapi.v1 import jobs_pb2, nodes_pb2, nodes_pb2_grpc
 from piped.node.logs import NoRecord, Record, read
 from piped.node.tasks import first_of
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf import json_format
+
 from pipeapi import jobspec
 from pipeapi.v1 import cluster_pb2, jobs_pb2, nodes_pb2
-
 from piped.node.model import DesiredAttempt, DesiredState, Fact, FactKey, Observed, Phase, RankPlacement, Shim, Slot
 
 _PHASES = {

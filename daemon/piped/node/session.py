@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 import structlog
 from grpc.aio import EOF  # type: ignore[attr-defined]
-from pipeapi.v1 import nodes_pb2, nodes_pb2_grpc
 
+from pipeapi.v1 import nodes_pb2, nodes_pb2_grpc
 from piped.node import convert
 from piped.node.facts import FactBook
 from piped.node.model import Fact, Slot

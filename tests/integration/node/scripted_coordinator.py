@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+
 from pipeapi.v1 import cluster_pb2, jobs_pb2, jobs_pb2_grpc, nodes_pb2, nodes_pb2_grpc, spec_pb2
 
 DEADLINE_S = 20.0

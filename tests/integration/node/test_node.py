@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from pipeapi.v1 import jobs_pb2, nodes_pb2
 
 from .scripted_coordinator import Coordinator, attempt

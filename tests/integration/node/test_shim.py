@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from piped.lines import LineReader, encode
 
 WORKER = str(Path(__file__).parent / "workers" / "scripted.py")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from piped.__main__ import main
 from piped.config import ConfigError, load_coordinator, load_node
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from piped.node import convert
 from piped.node.facts import FactBook
 from piped.node.model import Fact

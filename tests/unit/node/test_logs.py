@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from piped.node.logs import NoRecord, Piece, Record, read
 from piped.shim.logfile import LogFile
 

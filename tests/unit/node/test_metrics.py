@@ -6,10 +6,11 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+from prometheus_client.exposition import generate_latest
+
 from piped.metrics import BUCKETS_S
 from piped.node.metrics import KEEP_S, JobCollector, registry
 from piped.node.model import DesiredAttempt, DesiredState, Phase, RankPlacement, Slot
-from prometheus_client.exposition import generate_latest
 
 SPEC = {"name": "gpt", "pipeline": {"stages": 2, "schedule": "1f1b", "chunks": 8}}
 RANKS = (

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from piped.lines import MAX_LINE_BYTES, LineReader, encode
 from piped.shim import records
 from piped.shim.environment import worker_environment
