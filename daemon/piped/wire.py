@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Mapping
 
 from google.protobuf.timestamp_pb2 import Timestamp
-from pipeapi.v1 import cluster_pb2, jobs_pb2, nodes_pb2, spec_pb2
 
+from pipeapi.v1 import cluster_pb2, jobs_pb2, nodes_pb2, spec_pb2
 from piped.core import events
 from piped.core.desired import DesiredAttempt, Phase
 from piped.core.model import (
@@ -121,7 +121,7 @@ def fact_from_proto(node_id: str, fact: nodes_pb2.Fact) -> events.Fact | None:
         case "worker_failed":
             return events.WorkerFailed(node_id, fence, rank, _report_from_proto(fact.worker_failed), fact.boottime_ns)
         case "worker_done":
-            return events.WorkerDone(node_id, fence, rank)
+            return events.WorkerDone(node_id, fence, rank, fact.worker_done.step)
         case "exited":
             exited = fact.exited
             return events.WorkerExited(
@@ -211,12 +211,14 @@ def job_to_proto(job: Job, attempt: Attempt | None, progress: Mapping[int, Progr
     if attempt is not None:
         for placed, worker in zip(attempt.placement, attempt.workers, strict=True):
             step = progress[worker.rank].step if worker.rank in progress else 0
-            message.workers.append(_worker_to_proto(placed, worker, step))
+            message.workers.append(_worker_to_proto(placed, worker, max(step, worker.done_step)))
         if attempt.plan:
             message.plan.ParseFromString(attempt.plan)
         reporter = reporting_rank(job.spec, attempt)
         if reporter in progress:
             message.progress.CopyFrom(_progress_to_proto(progress[reporter]))
+        if attempt.workers[reporter].is_done:  # newer than its last beat
+            message.progress.step, message.progress.steps = attempt.workers[reporter].done_step, job.spec.steps
         if attempt.outcome is AttemptState.FAILED:
             failure = failure or attempt.verdict
     if failure is not None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeapi.v1 import jobs_pb2, jobs_pb2_grpc
-
 from piped.coordinator.engine import Engine
 from piped.core.events import ArtifactStored
 from piped.core.specs import SHA256

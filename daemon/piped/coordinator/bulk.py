@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from pipeapi.v1 import nodes_pb2
 
+from pipeapi.v1 import nodes_pb2
 from piped.coordinator.tasks import first_of
 from piped.errors import NotFoundError, PipedError, RegistrationRefused, UnavailableError
 

@@ -20,8 +20,8 @@ import grpc
 import structlog
 from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from pipeapi.v1 import cluster_pb2_grpc, jobs_pb2_grpc, nodes_pb2_grpc
 
+from pipeapi.v1 import cluster_pb2_grpc, jobs_pb2_grpc, nodes_pb2_grpc
 from piped.config import CoordinatorConfig, parse_address
 from piped.coordinator import store as stores
 from piped.coordinator.artifacts import ArtifactFiles, ArtifactService

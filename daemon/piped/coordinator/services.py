@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 from pipeapi.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, jobs_pb2_grpc, spec_pb2
-
 from piped import wire
 from piped.coordinator.artifacts import ArtifactFiles
 from piped.coordinator.bulk import BulkLinks, FileName

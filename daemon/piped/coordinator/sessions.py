@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc
 import structlog
-from pipeapi.v1 import nodes_pb2, nodes_pb2_grpc
 
+from pipeapi.v1 import nodes_pb2, nodes_pb2_grpc
 from piped import wire
 from piped.coordinator.bulk import BulkLinks
 from piped.coordinator.engine import Engine

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
-from pipeapi import status
 
+from pipeapi import status
 from piped import errors
 
 CODES: dict[type[errors.PipedError], grpc.StatusCode] = {  # the first row that fits the error's type counts

@@ -281,7 +281,7 @@ def _advance(worker: Worker, event: events.WorkerFact) -> Worker:
         case events.WorkerJoined():
             return replace(_raise(worker, WorkerState.JOINED), has_joined=True)
         case events.WorkerDone():
-            return replace(_raise(worker, WorkerState.JOINED), has_joined=True, is_done=True)
+            return replace(_raise(worker, WorkerState.JOINED), has_joined=True, is_done=True, done_step=event.step)
         case events.WorkerFailed() if worker.report is None:
             return replace(worker, report=event.report, failed_boottime_ns=event.boottime_ns)
         case events.WorkerExited() if worker.exit_code is None and worker.exit_signal is None:
@@ -311,7 +311,7 @@ def _account(event: events.WorkerFact) -> tuple[str, str]:
         case events.WorkerJoined():
             return "worker_joined", "joined"
         case events.WorkerDone():
-            return "worker_done", "done"
+            return "worker_done", f"done after step {event.step}"
         case events.WorkerFailed():
             return "worker_failed", event.report.message
         case events.WorkerExited():

@@ -143,6 +143,7 @@ class WorkerDone:
     node_id: str
     fence: int
     rank: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,7 @@ class Worker:
     starttime: int = 0
     has_joined: bool = False  # also after it ended
     is_done: bool = False
+    done_step: int = 0  # steps finished when it said done
     report: WorkerReport | None = None
     exit_code: int | None = None
     exit_signal: int | None = None

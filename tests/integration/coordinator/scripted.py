@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+
 from pipeapi.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, jobs_pb2_grpc, nodes_pb2, nodes_pb2_grpc, spec_pb2
 
 DEADLINE_S = 20.0

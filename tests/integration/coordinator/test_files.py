@@ -11,8 +11,8 @@ import aiohttp
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pipeapi.v1 import jobs_pb2
 
+from pipeapi.v1 import jobs_pb2
 from tests.integration.coordinator.conftest import Served
 from tests.integration.coordinator.scripted import DEADLINE_S, Client, ScriptedNode, spec, until
 

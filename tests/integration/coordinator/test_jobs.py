@@ -6,9 +6,9 @@ import asyncio
 
 import grpc
 import pytest
+
 from pipeapi import status
 from pipeapi.v1 import jobs_pb2, nodes_pb2
-
 from tests.integration.coordinator.conftest import Served
 from tests.integration.coordinator.scripted import DEADLINE_S, ScriptedNode, spec, until
 
@@ -173,6 +173,7 @@ def test_watch_sends_progress_and_every_state_until_the_end(served: Served) -> N
                     node.finish(fence)
             assert any(each.progress.loss == 2.5 and each.workers[1].step == 4 for each in seen)
             assert seen[-1].state == jobs_pb2.JOB_STATE_SUCCEEDED
+            assert (seen[-1].progress.step, seen[-1].progress.steps) == (10, 10)
 
     asyncio.run(scenario())
 

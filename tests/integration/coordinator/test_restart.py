@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from pipeapi.v1 import jobs_pb2
-
 from tests.integration.coordinator.conftest import Served
 from tests.integration.coordinator.scripted import DEADLINE_S, CoordinatorProcess, ScriptedNode, spec, until
 

@@ -6,8 +6,8 @@ import asyncio
 import signal
 
 import grpc
-from pipeapi.v1 import cluster_pb2, jobs_pb2
 
+from pipeapi.v1 import cluster_pb2, jobs_pb2
 from tests.integration.coordinator.conftest import Served
 from tests.integration.coordinator.scripted import ScriptedNode, spec, until
 

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 
 import pytest
+
 from piped.coordinator.engine import Engine
 from piped.core import events
 from piped.core.model import State
 from piped.errors import ConflictError, UnavailableError
-
 from tests.unit.core.build import registration, submission
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
 from pipeapi import jobspec
 from piped.core import specs
 from piped.errors import SpecError
-
 from tests.unit.core.build import spec
 
 NAMES = ["gpt", "a", "a.b-c", "a" * 63, "a" * 64, "A", "a_b", "-a", "a-", "", "a b", "é"]

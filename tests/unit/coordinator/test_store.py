@@ -5,12 +5,12 @@ import os
 import sqlite3
 
 import pytest
+
 from piped.coordinator.store import Store, hold
 from piped.core import events, machine
 from piped.core.effects import WriteRecord
 from piped.core.model import WorkerReport
 from piped.errors import NodeError, StateDirHeld, UnavailableError
-
 from tests.unit.core.build import Cluster, cluster, registration, submission
 
 

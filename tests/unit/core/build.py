@@ -86,7 +86,7 @@ class Cluster:
         return self.feed(replace(event, **changes))  # type: ignore[arg-type]
 
     def done(self, rank: int, fence: int = 1) -> Cluster:
-        return self.feed(events.WorkerDone(self.node_of(rank, fence), fence, rank))
+        return self.feed(events.WorkerDone(self.node_of(rank, fence), fence, rank, 10))
 
     def fail(self, rank: int, at_ns: int = 0, fence: int = 1, **report: object) -> Cluster:
         """Report a worker's own account of its failure."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from piped.core import events, invariants, machine
 from piped.core.effects import PlaceQueued
 from piped.core.model import State, WorkerReport
 from piped.errors import NodeError, UserError
-
 from tests.unit.core.build import registration, submission
 
 NODES = st.sampled_from(["n1", "n2", "n3"])
@@ -30,7 +30,7 @@ FACTS = st.one_of(
     st.builds(events.StoreListened, NODES, FENCES, st.just("h:1")),
     st.builds(events.WorkerJoined, NODES, FENCES, RANKS),
     st.builds(events.WorkerFailed, NODES, FENCES, RANKS, REPORTS, st.integers(0, 9)),
-    st.builds(events.WorkerDone, NODES, FENCES, RANKS),
+    st.builds(events.WorkerDone, NODES, FENCES, RANKS, st.just(10)),
     st.builds(
         events.WorkerExited,
         NODES,

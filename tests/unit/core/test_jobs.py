@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from piped.core import attempts, desired, effects, events, jobs, nodes
 from piped.core.model import AttemptState, FailureReason, JobState, NodeState, WorkerState
 from piped.errors import ConflictError, IllegalTransition, NotFoundError, RegistrationRefused
-
 from tests.unit.core.build import cluster, registration, submission
 
 

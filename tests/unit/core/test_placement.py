@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
+
 from piped.core.model import Node, NodeState, Slot
 from piped.core.placement import can_ever_fit, place
-
 from tests.unit.core.build import spec
 
 

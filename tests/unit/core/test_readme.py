@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import pytest
+
 from piped.core import attempts, jobs, nodes
 
 README = Path(attempts.__file__).with_name("README.md")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from piped.core import events
 from piped.core.model import FailureReason
-
 from tests.unit.core.build import cluster, submission
 
 TRANSPORT = {"is_transport": True}

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
+
 from piped.core.liveness import Leases
 from piped.core.specs import check
 from piped.errors import SpecError
-
 from tests.unit.core.build import spec
 
 
