@@ -102,7 +102,13 @@ async def _serve(config: NodeConfig, state: StateDir, place: Place, slots: tuple
 
         session = Session(channel, identity, state, supervisor, book, on_registration)
         bulk = Bulk(bulk_channel, state.node_id, state.attempts)
-        log.info("node_started", name=config.name, node_id=state.node_id, slots=len(slots), metrics=metrics_address)
+        log.info(
+            "node_started",
+            name=config.name,
+            node_id=state.node_id,
+            slots=[slot.device for slot in slots],
+            metrics=metrics_address,
+        )
         work = {
             "supervisor": supervisor.run(),
             "session": session.run(),

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -17,7 +18,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipeapi.v1 import jobs_pb2, nodes_pb2
 
@@ -39,11 +42,12 @@ class Cluster:
         self.coordinator = Coordinator()
         self.daemons: list[subprocess.Popen[bytes]] = []
 
-    def start_node(self, *flags: str) -> subprocess.Popen[bytes]:
+    def start_node(self, *flags: str, notify: str = "") -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "piped", "node", "--state-dir", str(self.state), "--name", "n1", "--slots", "2"]
         argv += ["--coordinator", f"127.0.0.1:{self.coordinator.port}", "--metrics", "127.0.0.1:0", *flags]
         with (self.folder / "daemon.log").open("ab") as log:
-            daemon = subprocess.Popen(argv, stdout=log, stderr=log)
+            env = {**os.environ, "NOTIFY_SOCKET": notify}
+            daemon = subprocess.Popen(argv, stdout=log, stderr=log, env=env)
         self.daemons.append(daemon)
         return daemon
 
@@ -451,5 +455,32 @@ def test_a_stop_during_the_preparation_gives_it_up(cluster: Cluster) -> None:
         await coordinator.heard(7, None, "attempt_empty")
         assert (7, None, "prepare_failed") not in coordinator.facts
         assert not (cluster.state / "attempts" / "7" / "shim.json").exists()
+
+    play(cluster, scene)
+
+
+def test_ready_and_healthy_mean_registered(cluster: Cluster) -> None:
+    async def scene(coordinator: Coordinator) -> None:
+        await coordinator.stop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+            systemd.bind(f"\0{cluster.folder}"[:100])
+            systemd.settimeout(20)
+            cluster.start_node("--health", "127.0.0.1:0", notify=f"@{cluster.folder}"[:100])
+            await coordinator.until((cluster.state / "endpoints.json").exists, "the daemon listens")
+            async with grpc.aio.insecure_channel(cluster.endpoints()["health"]) as channel:
+                check = health_pb2_grpc.HealthStub(channel).Check
+
+                async def status(service: str) -> int:
+                    answer = await check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+                    return int(answer.status)
+
+                assert await status("") == health_pb2.HealthCheckResponse.SERVING
+                assert await status("registered") == health_pb2.HealthCheckResponse.NOT_SERVING
+                await coordinator.start()
+                messages = []
+                while not messages or not messages[-1].startswith(b"READY=1"):
+                    messages.append(await asyncio.to_thread(systemd.recv, 500))
+                assert all(message.startswith(b"STATUS=looking for") for message in messages[:-1])
+                assert await status("registered") == health_pb2.HealthCheckResponse.SERVING
 
     play(cluster, scene)
