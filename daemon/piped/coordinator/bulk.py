@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from pipeapi.v1 import nodes_pb2
-from piped.coordinator.tasks import first_of
+from piped.coordinator.tasks import first_of, write
 from piped.errors import NotFoundError, PipedError, RegistrationRefused, UnavailableError
 
 Stream = grpc.aio.ServicerContext[Any, Any]
@@ -146,7 +146,7 @@ async def _receive(link: _Link, context: Stream) -> None:
 
 async def _send(link: _Link, context: Stream) -> None:
     while True:
-        await context.write(await link.questions.get())
+        await write(context, await link.questions.get())
 
 
 async def _until(ending: asyncio.Future[None]) -> None:

@@ -20,7 +20,7 @@ from piped import wire
 from piped.coordinator.bulk import BulkLinks
 from piped.coordinator.engine import Engine
 from piped.coordinator.progress import ProgressBoard
-from piped.coordinator.tasks import first_of
+from piped.coordinator.tasks import first_of, write
 from piped.core import desired
 from piped.core.events import LeaseExpired, NodeDisconnected
 from piped.core.liveness import Leases
@@ -190,11 +190,11 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
             await session.wake.wait()
             session.wake.clear()
             while session.outbox:
-                await context.write(session.outbox.popleft())
+                await write(context, session.outbox.popleft())
             if session.ending is not None:
                 raise session.ending
             if session.is_desired_due:
                 session.is_desired_due = False
                 state = self._engine.state
                 message = wire.desired_to_proto(state.event_seq, desired.of_node(state, session.node_id))
-                await context.write(nodes_pb2.SessionResponse(desired=message))
+                await write(context, nodes_pb2.SessionResponse(desired=message))

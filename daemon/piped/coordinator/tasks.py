@@ -1,4 +1,4 @@
-"""Ways to wait that streams need: for whatever ends first, for the end of the process, for several sources at once."""
+"""Ways to wait that streams need: for whatever ends first, for a reader, for the process to end, for several sources."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from piped.errors import PipedError, UnavailableError
 
 T = TypeVar("T")
+WRITE_DEADLINE_S = 10.0
 QUEUE_LENGTH = 16  # items of all sources that wait for a slow reader
 
 
@@ -23,6 +24,15 @@ async def first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
+
+
+async def write(context: Any, message: object) -> None:
+    """Send one message on a node's stream. Raises UnavailableError when the node does not read it in time."""
+    try:
+        async with asyncio.timeout(WRITE_DEADLINE_S):
+            await context.write(message)
+    except TimeoutError:
+        raise UnavailableError(f"the node read nothing for {WRITE_DEADLINE_S:.0f} s; reconnect") from None
 
 
 class Closing:
