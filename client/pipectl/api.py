@@ -5,7 +5,9 @@ The only module of pipectl that imports grpc and generated stubs; imported by co
 
 from __future__ import annotations
 
+import queue
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -37,6 +39,15 @@ _CODES = {
 }
 
 
+def _dial(host: str, port: int, outcome: queue.SimpleQueue[str]) -> None:
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        outcome.put(str(getattr(error, "strerror", None) or error))
+    else:
+        outcome.put("")
+
+
 class Coordinator:
     """One connection. Every method raises CommandError with the exit code that the error means."""
 
@@ -55,17 +66,22 @@ class Coordinator:
         self.artifacts = jobs_pb2_grpc.ArtifactServiceStub(channel)
 
     def _connect(self) -> None:
+        """Raise CommandError unless something listens; a name server that is silent counts as silence, too."""
         host, _, port = self.address.rpartition(":")
+        if not port.isdigit():
+            raise CommandError(f'"{self.address}" is no address; write host:port', Exit.USAGE)
+        outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=_dial, args=(host.strip("[]"), int(port), outcome), daemon=True).start()
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-        except ValueError:
-            raise CommandError(f'"{self.address}" is no address; write host:port', Exit.USAGE) from None
-        except OSError as error:
+            problem = outcome.get(timeout=CONNECT_S)
+        except queue.Empty:
+            problem = f"no answer within {CONNECT_S} s"
+        if problem:
             raise CommandError(
-                f"no coordinator at {self.address}: {error.strerror or error}",
+                f"no coordinator at {self.address}: {problem}",
                 Exit.UNREACHABLE,
                 "start one with `piped coordinator`, or name another with --coordinator",
-            ) from None
+            )
 
     def call(self, method: Callable[..., T], request: Any, *, timeout_s: float = CALL_S) -> T:
         """Make one unary call."""

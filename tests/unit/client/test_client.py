@@ -1,0 +1,122 @@
+"""pipectl without a coordinator: help, errors, pictures, and what it must not import."""
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from pipectl import api, jobfile, output, pictures
+from pipectl.__main__ import COMMANDS, main
+from pipectl.pictures import Span
+
+NOT_IMPORTED = """
+import sys, importlib
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ImportError(name + " is blocked in this test")
+sys.meta_path.insert(0, Refuse())
+{code}
+"""
+
+
+def python(code, blocked=()):
+    return subprocess.run(
+        [sys.executable, "-c", NOT_IMPORTED.format(blocked=set(blocked), code=code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_every_command_has_a_help_page_and_imports_no_torch():
+    lines = "\n".join(
+        f"m = importlib.import_module('pipectl.commands.{module}'); m.{name}.get_help"
+        for name, (module, _) in COMMANDS.items()
+    )
+    done = python(lines + "\nassert 'torch' not in sys.modules", blocked=["torch"])
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        result = CliRunner().invoke(main, [name, "--help"])
+        assert result.exit_code == 0, name
+
+
+def test_help_imports_neither_grpc_nor_rich_nor_pydantic():
+    code = "from pipectl.__main__ import main\nmain(['--help'], standalone_mode=False)\n"
+    code += "assert not {'grpc', 'rich', 'pydantic', 'torch', 'yaml'} & set(sys.modules), set(sys.modules)"
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "code", ["import pipectl.api, pipectl.jobfile", "import stagekit, stagekit.api, stagekit.testing"]
+)
+def test_client_and_library_import_without_modules_that_only_linux_has(code):
+    done = python(code, blocked=["fcntl", "termios", "pwd", "grp", "resource"] if "pipectl" in code else [])
+    assert done.returncode == 0, done.stderr
+    done = python(
+        "import select\nfor n in ('epoll', 'EPOLLIN'): delattr(select, n) if hasattr(select, n) else None\n" + code
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unreachable_coordinator_is_told_within_a_second_with_exit_4():
+    for address in ("127.0.0.1:1", "nowhere.invalid:7400"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pipectl", "--coordinator", address, "get", "jobs"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert done.returncode == 4, done.stderr
+        assert f"no coordinator at {address}" in done.stderr
+    assert api.CONNECT_S < 1
+
+
+def test_a_command_that_does_not_exist_suggests_one_that_does():
+    result = CliRunner().invoke(main, ["submti"])
+    assert result.exit_code == 2
+    assert 'did you mean "submit"?' in result.output
+
+
+def test_all_bad_files_are_told_with_exit_2(tmp_path):
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("version: 1\nname: a\nprogram: a:B\npipeline: {stages: 1}\ntrain: {steps: 1}\n")
+    bad.write_text("version: 1\nname: a\n")
+    result = CliRunner().invoke(main, ["validate", str(bad), str(good), str(tmp_path / "none.yaml")])
+    assert result.exit_code == 2
+    for part in ("program: missing", f"{good}: ok", "can't read the job file: No such file"):
+        assert part in result.output
+
+
+def test_the_example_of_the_schema_command_is_a_good_job_file(tmp_path):
+    example = tmp_path / "job.yaml"
+    example.write_text(CliRunner().invoke(main, ["schema", "--example"]).output)
+    result = CliRunner().invoke(main, ["validate", str(example)])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_packed_source_depends_on_its_content_alone(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name / "__pycache__").mkdir(parents=True)
+        (tmp_path / name / "program.py").write_text("x = 1\n")
+        (tmp_path / name / "__pycache__" / f"{name}.pyc").write_text(name)
+    assert jobfile.pack(tmp_path / "one") == jobfile.pack(tmp_path / "two")
+
+
+def test_control_characters_of_a_worker_can_not_forge_the_terminal():
+    assert output.safe("a\x1b[31mred\r\u202eb") == "a\\x1b[31mred\\r\\u202eb"
+
+
+def test_a_curve_shows_its_ends():
+    picture = pictures.curve([5.0, 4.0, 3.0, 2.0], width=4, height=2)
+    assert "5.000" in picture and "2.000" in picture
+    assert pictures.curve([1.0]) and pictures.curve([1.0, 1.0])
+
+
+def test_a_gantt_has_a_line_per_rank_with_forwards_backwards_and_bubbles():
+    spans = [Span(0, "F", 0, 0.0, 1.0), Span(1, "F", 0, 1.0, 2.0), Span(1, "B", 0, 2.0, 4.0), Span(0, "B", 0, 4.0, 6.0)]
+    assert pictures.gantt(spans, width=6).splitlines() == ["  rank 0 │0···aa│", "  rank 1 │·0aa··│"]
+    assert pictures.busy_share(spans) == pytest.approx(0.5)
+    assert "nothing" in pictures.gantt([])

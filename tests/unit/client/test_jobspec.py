@@ -1,0 +1,122 @@
+"""The job file: every mistake is told with its place and a hint; what is right survives the wire."""
+
+import pytest
+
+from pipeapi import jobspec
+
+GOOD = """\
+version: 1
+name: gpt
+program: stagekit.examples.gpt:Program
+params: {layers: 4, lr: 0.003, tags: [1, a, null], nested: {deep: true}}
+pipeline:
+  stages: 4
+  chunks: 8
+train: {steps: 3}
+"""
+
+
+def load(text, *overrides):
+    return jobspec.load_text(text.encode(), "job.yaml", overrides)
+
+
+def mistakes(text, *overrides):
+    with pytest.raises(jobspec.SpecError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+def test_a_good_file_survives_the_wire_unchanged():
+    job = load(GOOD)
+    proto = jobspec.to_proto(job, environ={})
+    assert jobspec.from_proto(proto) == job
+    assert jobspec.to_dict(proto)["params"] == {
+        "layers": 4,
+        "lr": 0.003,
+        "tags": [1, "a", None],
+        "nested": {"deep": True},
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("  chunks: 8", "  chunk: 8", ["pipeline.chunk: unknown field (job.yaml:7:3)", 'did you mean "chunks"?']),
+        ("  chunks: 8", '  chunks: "8"', ["pipeline.chunks: input should be a valid integer, not '8' (job.yaml:7:11)"]),
+        (
+            "  chunks: 8",
+            "  chunks: 0",
+            ["pipeline.chunks: 0: input should be greater than or equal to 1 (job.yaml:7:11)"],
+        ),
+        ("  stages: 4\n", "", ["pipeline.stages: missing (job.yaml:6:3)", "pipectl explain pipeline.stages"]),
+        ("program: stagekit.examples.gpt:Program\n", "", ["program: missing", "explain program"]),
+        ("stagekit.examples.gpt:Program", "train.py", ['"train.py" is no program (job.yaml:3:10)', "module:Class"]),
+        ("name: gpt", "name: My Job", ['"My Job" does not fit']),
+        ("version: 1", "version: 2", ["version", "job.yaml:1:10"]),
+        (
+            "  chunks: 8",
+            "  chunks: 8\n  schedule: 1f2b",
+            ['"1f2b" is none of gpipe, 1f1b; did you mean "1f1b"? (job.yaml:8:13)'],
+        ),
+        ("  chunks: 8", "  chunks: 8\n  stages_per_rank: 3", ["stages_per_rank is 3, which does not divide stages: 4"]),
+        ("  chunks: 8", "  split: [a, b]", ["split names 2 places where a stage begins, but 4 stages need 3"]),
+        ("  chunks: 8", "  buckets: {cap: lots}", ["pipeline.buckets.cap", '"25MiB"']),
+        ("train: {steps: 3}", "train: {steps: 3}\nname: other", ["name: given twice (job.yaml:9:1)"]),
+        ("train: {steps: 3}", "train: {steps: 3", ["(job.yaml:"]),
+        ("train: {steps: 3}", "train: &t {steps: 3}\nobserve: *t", ["aliases are not allowed"]),
+        ("train: {steps: 3}", "train: !!python/object:os.system {}", ["could not determine a constructor"]),
+        ("train: {steps: 3}", "train: {steps: 3}\nenv: {lower: x}", ["lower: not an environment name"]),
+        ("train: {steps: 3}", "train: {steps: 3}\nenv: {LD_PRELOAD: x}", ["LD_PRELOAD: reserved"]),
+        ("train: {steps: 3}", "train: {steps: 3}\nrecovery: {grace: soon}", ["recovery.grace", '"30s"']),
+    ],
+)
+def test_a_mistake_is_told_with_its_place_and_what_to_do(before, after, told):
+    assert before in GOOD
+    text = mistakes(GOOD.replace(before, after))
+    for part in told:
+        assert part in text
+
+
+def test_all_mistakes_are_told_at_once_in_the_order_of_the_file():
+    text = mistakes(GOOD.replace("chunks: 8", "chunk: 8").replace("steps: 3", "steps: -1"))
+    assert text.index("pipeline.chunk:") < text.index("train.steps:")
+
+
+def test_overrides_are_checked_like_the_file():
+    assert load(GOOD, "pipeline.stages=2", "train.seed=7").pipeline.stages == 2
+    assert "pipeline.stagez: unknown field" in mistakes(GOOD, "pipeline.stagez=2")
+    assert "write FIELD=VALUE" in mistakes(GOOD, "pipeline.stages")
+
+
+def test_null_environment_values_come_from_the_submitter_and_are_redacted():
+    job = load(GOOD + "env: {TOKEN: null, OMP_NUM_THREADS: '1'}\n")
+    proto = jobspec.to_proto(job, environ={"TOKEN": "s3cret"})
+    assert proto.env["TOKEN"] == "s3cret"
+    assert jobspec.to_dict(proto)["env"] == {"TOKEN": None, "OMP_NUM_THREADS": "1"}
+    with pytest.raises(jobspec.SpecError, match=r"env.TOKEN: null, but not set in this environment"):
+        jobspec.to_proto(job, environ={})
+
+
+def test_an_environment_value_that_no_process_can_take_is_refused_with_the_limit():
+    assert "at most 131068" in mistakes(GOOD + f"env: {{BIG: '{'x' * 131_068}'}}\n")
+
+
+def test_a_file_above_a_mebibyte_is_refused():
+    assert "at most 1048576" in mistakes(GOOD + "# " + "x" * (1 << 20))
+
+
+def test_explain_knows_every_field_and_only_those():
+    assert {row[0] for row in jobspec.explain("")} == set(jobspec.JobFile.model_fields)
+    ((name, _, default, text),) = jobspec.explain("pipeline.chunks")
+    assert (name, default) == ("chunks", "8") and "microbatches" in text
+    with pytest.raises(KeyError, match="nope"):
+        jobspec.explain("pipeline.nope")
+    for field in jobspec.JobFile.model_fields:
+        assert all(row[3] for row in jobspec.explain(field)), field
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("25MiB", 25 << 20), ("1 kB", 1000), ("1.5 GiB", 3 << 29), (7, 7), ("0", 0)]
+)
+def test_sizes_are_read_with_their_units(text, size):
+    assert jobspec.parse_size(text) == size
