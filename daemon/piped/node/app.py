@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from piped.node.artifacts import downloader
 from piped.node.bulk import Bulk
 from piped.node.facts import FactBook
 from piped.node.health import HealthServer
+from piped.node.model import Slot
 from piped.node.orders import Place
 from piped.node.session import CHANNEL_OPTIONS, NodeIdentity, Session
 from piped.node.state import StateDir, StateError
@@ -51,27 +53,69 @@ async def run(config: NodeConfig) -> int:
         state.close()
 
 
-async def _serve(config: NodeConfig, state: StateDir, place: Place, slots: tuple[Any, ...]) -> int:
+async def _serve(config: NodeConfig, state: StateDir, place: Place, slots: tuple[Slot, ...]) -> int:
+    """Bind what listens, run the node, and release it again."""
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave.set)
     collector = metrics.JobCollector(state.node_id, config.name)
-    try:
-        runner, metrics_address = await http.serve(
-            metrics.registry(collector), *parse_address(config.metrics, "metrics")
-        )
-    except OSError as error:
-        print(
-            f"piped node: metrics: {config.metrics} can't be bound: {error.strerror}; choose another", file=sys.stderr
-        )
-        return 1
     health = HealthServer()
-    channel = grpc.aio.insecure_channel(config.coordinator, options=CHANNEL_OPTIONS)
-    bulk_channel = grpc.aio.insecure_channel(config.coordinator, options=CHANNEL_OPTIONS)
-    try:
-        health_address = await health.start(config.health) if config.health else None
+    async with AsyncExitStack() as ends:
+        try:
+            runner, metrics_address = await http.serve(
+                metrics.registry(collector), *parse_address(config.metrics, "metrics")
+            )
+            ends.push_async_callback(runner.cleanup)
+            health_address = await health.start(config.health) if config.health else None
+            ends.push_async_callback(health.stop)
+        except OSError as error:
+            print(f"piped node: metrics or health can't be bound: {error}; choose another port", file=sys.stderr)
+            return 1
         state.publish_endpoints(metrics=metrics_address, health=health_address)
+        log.info(
+            "node_started",
+            name=config.name,
+            node_id=state.node_id,
+            slots=[slot.device for slot in slots],
+            metrics=metrics_address,
+        )
+        identity = NodeIdentity(
+            node_id=state.node_id,
+            node_name=config.name,
+            host_key=state.host_key,
+            version=importlib.metadata.version("pipectl"),
+            data_address=config.data_address,
+            metrics_address=_advertised(metrics_address, config.data_address),
+            slots=slots,
+        )
+        await _work(config, state, place, identity, collector, health, leave)
+    log.info("node_stopped")
+    return 0
+
+
+async def _work(
+    config: NodeConfig,
+    state: StateDir,
+    place: Place,
+    identity: NodeIdentity,
+    collector: metrics.JobCollector,
+    health: HealthServer,
+    leave: asyncio.Event,
+) -> None:
+    """Re-adopt what runs, then hold the streams to the coordinator until told to leave."""
+
+    async def on_registration(is_registered: bool) -> None:
+        await health.set_registered(is_registered)
+        if is_registered:
+            systemd.notify("READY=1", f"STATUS=registered with {config.coordinator}")
+        else:
+            systemd.notify(f"STATUS=looking for {config.coordinator}")
+
+    async with (
+        grpc.aio.insecure_channel(config.coordinator, options=CHANNEL_OPTIONS) as channel,
+        grpc.aio.insecure_channel(config.coordinator, options=CHANNEL_OPTIONS) as bulk_channel,
+    ):
         book = FactBook()
         supervisor = Supervisor(
             state,
@@ -83,46 +127,13 @@ async def _serve(config: NodeConfig, state: StateDir, place: Place, slots: tuple
             keep_attempts=config.keep_attempts,
         )
         supervisor.adopt()
-        identity = NodeIdentity(
-            node_id=state.node_id,
-            node_name=config.name,
-            host_key=state.host_key,
-            version=importlib.metadata.version("pipectl"),
-            data_address=config.data_address,
-            metrics_address=_advertised(metrics_address, config.data_address),
-            slots=slots,
-        )
-
-        async def on_registration(is_registered: bool) -> None:
-            await health.set_registered(is_registered)
-            if is_registered:
-                systemd.notify("READY=1", f"STATUS=registered with {config.coordinator}")
-            else:
-                systemd.notify(f"STATUS=looking for {config.coordinator}")
-
-        session = Session(channel, identity, state, supervisor, book, on_registration)
-        bulk = Bulk(bulk_channel, state.node_id, state.attempts)
-        log.info(
-            "node_started",
-            name=config.name,
-            node_id=state.node_id,
-            slots=[slot.device for slot in slots],
-            metrics=metrics_address,
-        )
         work = {
             "supervisor": supervisor.run(),
-            "session": session.run(),
-            "bulk": bulk.run(),
+            "session": Session(channel, identity, state, supervisor, book, on_registration).run(),
+            "bulk": Bulk(bulk_channel, state.node_id, state.attempts).run(),
             "watchdog": _feed_watchdog(),
         }
         await _until(leave, work, supervisor, book, stops_workers=config.stop_workers_on_exit)
-    finally:
-        await channel.close(None)
-        await bulk_channel.close(None)
-        await health.stop()
-        await runner.cleanup()
-    log.info("node_stopped")
-    return 0
 
 
 async def _until(

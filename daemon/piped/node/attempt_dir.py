@@ -133,6 +133,8 @@ def remove_old(attempts: Path, keep: int) -> list[int]:
 
 def kill_marked(marker: str) -> int:
     """SIGKILL every live process whose environment holds PIPED_SHIM=`marker`; return how many there were."""
+    if not marker:  # attempt.json is gone: nothing tells its processes from another's
+        return 0
     wanted, count = f"PIPED_SHIM={marker}".encode(), 0
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():

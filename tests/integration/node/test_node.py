@@ -484,3 +484,14 @@ def test_ready_and_healthy_mean_registered(cluster: Cluster) -> None:
                 assert await status("registered") == health_pb2.HealthCheckResponse.SERVING
 
     play(cluster, scene)
+
+
+def test_a_port_that_is_taken_ends_the_daemon_with_its_name(cluster: Cluster) -> None:
+    async def scene(coordinator: Coordinator) -> None:
+        for flag in ("--metrics", "--health"):
+            daemon = cluster.start_node(flag, f"127.0.0.1:{coordinator.port}")
+            assert await asyncio.to_thread(daemon.wait, 20) == 1
+        log = (cluster.folder / "daemon.log").read_text()
+        assert log.count(f"{coordinator.port}") >= 2 and log.count("choose another port") == 2
+
+    play(cluster, scene)
