@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipeapi.v1 import jobs_pb2
+from pipeapi.v1 import jobs_pb2, spec_pb2
 from pipectl import jobfile, output
 from pipectl.api import Coordinator
 from pipectl.commands.wait import follow
@@ -37,7 +37,10 @@ def submit(
         raise click.UsageError("--wait and --detach exclude each other")
     loaded = jobfile.load(spec, sets, envs)
     api = Coordinator(coordinator_address(coordinator))
-    reply = api.call(api.jobs.Validate, jobs_pb2.ValidateRequest(spec=loaded.spec))
+    unpacked = spec_pb2.JobSpec()
+    unpacked.CopyFrom(loaded.spec)
+    unpacked.source_sha256 = ""  # uploaded once everything else is right
+    reply = api.call(api.jobs.Validate, jobs_pb2.ValidateRequest(spec=unpacked))
     if check and jobfile.has_torch():
         jobfile.describe(loaded, quick=True)
     for warning in reply.warnings:

@@ -1,0 +1,90 @@
+"""Programs with one mistake each, and small ones that do as they should."""
+
+import os
+import time
+
+import torch
+from torch import nn
+
+from stagekit.program import Batch, ProgramDefaults
+
+
+class Fine(ProgramDefaults):
+    """A perceptron on noise; `pause_s` makes its steps slow enough to be watched."""
+
+    def __init__(self, pause_s=0.0, width=8, layers=4):
+        self.pause_s, self.width, self.layers = pause_s, width, layers
+
+    def build_model(self):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh()) for _ in range(self.layers)))
+
+    def example_inputs(self):
+        return (torch.zeros(2, self.width),), {}
+
+    def loss(self, output, target):
+        return ((output - target) ** 2).mean()
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.1)
+
+    def batches(self, start_step, replica, replicas):
+        generator = torch.Generator().manual_seed(start_step + replica)
+        while True:
+            time.sleep(self.pause_s)
+            yield Batch((torch.randn(8, self.width, generator=generator),), {}, torch.zeros(8, self.width))
+
+
+class Branches(Fine):
+    """Its model decides on data, which no capture can follow."""
+
+    def build_model(self):
+        class Branching(nn.Module):
+            def __init__(self, width):
+                super().__init__()
+                self.layers = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+
+            def forward(self, x):
+                if x.sum() > 0:
+                    return self.layers(x)
+                return x
+
+        return Branching(self.width)
+
+
+class LossBreaks(Fine):
+    """Its loss raises in the third step, on the last stage only."""
+
+    calls = 0
+
+    def loss(self, output, target):
+        LossBreaks.calls += 1
+        if LossBreaks.calls > 8:
+            raise ValueError("the label file is one line short")
+        return super().loss(output, target)
+
+
+class Explodes(Fine):
+    """Its loss becomes NaN in the second step."""
+
+    calls = 0
+
+    def loss(self, output, target):
+        Explodes.calls += 1
+        return super().loss(output, target) * (float("nan") if Explodes.calls > 4 else 1.0)
+
+
+class Dies(Fine):
+    """The process of the first stage kills itself while data is read."""
+
+    def batches(self, start_step, replica, replicas):
+        for number, batch in enumerate(super().batches(start_step, replica, replicas)):
+            if number == 2:
+                os.kill(os.getpid(), 9)
+            yield batch
+
+
+class Incomplete(ProgramDefaults):
+    """Lacks most of what a program needs."""
+
+    def build_model(self):
+        return nn.Linear(1, 1)
