@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from stagekit.graph.aliasing import is_random, writes_memory
 
@@ -67,8 +68,14 @@ def _copy(module: fx.GraphModule, graph: fx.Graph, values: dict[fx.Node, Any], c
             continue
         copied = graph.node_copy(node, lambda n: values[n])
         copied.meta["context"] = context
+        copied.args, copied.kwargs = pytree.tree_map(_any_index, (copied.args, copied.kwargs))
         values[node] = copied
     raise AssertionError("a graph without an output node")
+
+
+def _any_index(leaf: Any) -> Any:
+    """Burn in a device's type only: the worker says which of its devices is the current one."""
+    return torch.device(leaf.type) if isinstance(leaf, torch.device) else leaf
 
 
 def _region(node: fx.Node) -> tuple[tuple[Any, ...], fx.Node, tuple[Any, ...]] | None:

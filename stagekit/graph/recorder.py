@@ -246,13 +246,17 @@ def replay(
     last_use = {key: i for i, entry in enumerate(entries) if needed[i] for key in entry.reads | entry.writes}
     storages: dict[int, torch.UntypedStorage] = {}
     last_needed = max((i for i, is_needed in enumerate(needed) if is_needed), default=-1)
+    scratch = torch.UntypedStorage(0)
     torch.default_generator.manual_seed(seed)
     with torch.no_grad():
         for i, entry in enumerate(entries[: last_needed + 1]):
             if entry.seed is not None:
                 torch.default_generator.manual_seed(entry.seed)
             elif needed[i] or entry.is_random:
-                _run(entry, storages if needed[i] else {}, sizes, outside)
+                if needed[i]:
+                    _run(entry, storages, sizes, outside)
+                else:
+                    scratch = _run_unneeded(entry, scratch, sizes)
                 for key in (entry.reads | entry.writes) - kept:
                     if last_use.get(key, -1) <= i:
                         storages.pop(key, None)
@@ -272,6 +276,18 @@ def _needed(entries: list[Entry], wanted: set[int]) -> list[bool]:
             needed[i] = True
             wanted |= entry.reads | entry.writes
     return needed
+
+
+def _run_unneeded(entry: Entry, scratch: torch.UntypedStorage, sizes: dict[int, int]) -> torch.UntypedStorage:
+    """Run an operation for its random numbers alone; return memory to use again.
+
+    One block serves all: freed blocks of many sizes would stay in the allocator.
+    """
+    written = [sizes[key] for key in entry.writes & entry.reads]
+    if written and max(written) > scratch.nbytes():
+        scratch = torch.UntypedStorage(max(written))
+    _run(entry, dict.fromkeys(entry.writes & entry.reads, scratch), sizes, {})
+    return scratch
 
 
 def _run(

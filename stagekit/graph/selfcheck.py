@@ -34,7 +34,7 @@ def self_check(captured: Captured, model: nn.Module | Callable[[], nn.Module], l
     if on_target and needed <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2:
         _check_values(captured, model, leaves, seed)
         return "values"
-    _check_structure(captured, leaves)
+    check_structure(captured, leaves)
     return "structural"
 
 
@@ -134,7 +134,8 @@ def _word(value: Any) -> str:
     return "a tensor" if isinstance(value, Tensor) else repr(value)
 
 
-def _check_structure(captured: Captured, leaves: list[Leaf]) -> None:
+def check_structure(captured: Captured, leaves: list[Leaf]) -> None:
+    """Compare, on fake tensors, which parameters the model and its capture reach; raise CaptureError."""
     from stagekit.graph.capture import skeleton_of
 
     skeleton = skeleton_of(captured.module, captured.mode, captured.device)

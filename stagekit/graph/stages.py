@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -239,7 +239,7 @@ def stage_fakes(captured: Captured, stage: StageGraph, edge_fakes: Mapping[str, 
             symbol = sizes[source.symbol]
             fakes[node.name] = by_name[inputs[symbol.graph_input]].meta["val"].size(symbol.dim)
         elif source.kind == "parameter":
-            fakes[node.name] = captured.tensors[source.name]
+            fakes[node.name] = _parameter(captured, captured.tensors[source.name])
         else:
             fakes[node.name] = _again(node.meta["val"], False)
     if stage.draws:
@@ -254,9 +254,6 @@ def _again(fake: Tensor, requires_grad: bool) -> Tensor:
 def _settle_outputs(captured: Captured, stage: StageGraph, edge_fakes: Mapping[str, Any]) -> list[Tensor]:
     """Run the stage on fake tensors; clone outputs that alias an input or are not dense. Returns the outputs' fakes."""
     fakes = stage_fakes(captured, stage, edge_fakes)
-    parameters = {name: fake for name, fake in fakes.items() if isinstance(fake, torch.nn.Parameter)}
-    for name, parameter in parameters.items():
-        fakes[name] = _again(_in_mode(captured, parameter), parameter.requires_grad)
     storages = propagate(stage.graph, fakes, captured.mode)
     given = {storages[node.name] for node in stage.graph.nodes if node.op == "placeholder" and node.name in storages}
     output = _output(stage.graph)
@@ -280,10 +277,13 @@ def _settle_outputs(captured: Captured, stage: StageGraph, edge_fakes: Mapping[s
     return results
 
 
-def _in_mode(captured: Captured, parameter: Tensor) -> Tensor:
-    """Return a fake tensor like `parameter` in the mode of the capture, which export made."""
+def _parameter(captured: Captured, parameter: Tensor) -> nn.Parameter:
+    """Return a fake parameter in the mode of the capture, which export made."""
     with captured.mode:
-        return torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=captured.device)
+        fake = torch.empty_strided(
+            parameter.size(), parameter.stride(), dtype=parameter.dtype, device=captured.device
+        )
+    return nn.Parameter(fake, parameter.requires_grad)
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from reference import Chain
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reference import Chain
 from zoo import Case, Dropout, cases
 
 from stagekit.graph.capture import Captured, capture

@@ -125,10 +125,10 @@ class InPlaceAndRegions(nn.Module):
 class Dropout(nn.Module):
     """Dropout between layers and inside attention."""
 
-    def __init__(self, p: float = 0.3) -> None:
+    def __init__(self, p: float = 0.3, layers: int = 4) -> None:
         super().__init__()
         self.p = p
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from stagekit.errors import CaptureError, ShapeError
 from stagekit.graph.capture import capture
-from stagekit.graph.specs import Replicate, Split
+from stagekit.graph.selfcheck import check_structure
+from stagekit.graph.specs import Replicate, Split, flatten_named
 
 
 class Masked(nn.Module):
@@ -125,6 +126,18 @@ def test_a_lost_custom_backward_is_found_by_the_self_check() -> None:
 
     with pytest.raises(CaptureError, match=r"gradient of layer\.weight differs"):
         capture(Custom(), (torch.randn(4, 6),))
+
+
+def test_the_structural_check_refuses_a_custom_backward_and_accepts_a_plain_model() -> None:
+    class Custom(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return _Doubled.apply(x)  # type: ignore[no-any-return]
+
+    x = torch.randn(4, 6)
+    check_structure(capture(Masked(), (x,), check=False), flatten_named((x,), {})[0])
+    custom = nn.Sequential(nn.Linear(6, 6), Custom())
+    with pytest.raises(CaptureError, match="its backward would be lost"):
+        check_structure(capture(custom, (x,), check=False), flatten_named((x,), {})[0])
 
 
 def test_burned_in_constants_and_structure_are_checked() -> None:
