@@ -37,7 +37,7 @@ def write(folder, spec):
         (job("a", "broken:Fina"), ["broken has no Fina", "Fine"]),
         (job("a", "broken:Incomplete"), ["Incomplete lacks example_inputs, loss, optimizer, batches"]),
         (job("a", params={"widht": 8}), ["params", "widht"]),
-        (job("a", "broken:Branches"), ["broken.py:5", "program broken:Branches"]),
+        (job("a", "broken:Branches"), ['broken.py", line', "program broken:Branches"]),
         (job("a", stages=60), ["60 stages"]),
         (job("a", pipeline={"split": ["1.2"]}), ["1.2", "1"]),
     ],
