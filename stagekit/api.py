@@ -165,8 +165,11 @@ def capture_model(
     device: torch.device | str = "cpu",
     args_spec: Sequence[Any] | None = None,
     kwargs_spec: Mapping[str, Any] | None = None,
+    check: bool = True,
 ) -> Captured:
-    """First half of `pipeline`: the model as one checked graph. Raises CaptureError."""
+    """First half of `pipeline`: the model as one graph, compared with the model unless `check` is False (a worker
+    repeats a capture that was checked when the plan was made). Raises CaptureError.
+    """
     return capture(
         model,
         args,
@@ -175,6 +178,7 @@ def capture_model(
         device=str(device),
         args_spec=args_spec,
         kwargs_spec=dict(kwargs_spec) if kwargs_spec else None,
+        check=check,
     )
 
 

@@ -176,7 +176,8 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
     """Capture the model; on rank 0 plan it and publish the plan, elsewhere repeat the published cut."""
     pipeline, seed = job.spec["pipeline"], int(job.spec["train"]["seed"])
     args, kwargs = program.example_inputs()
-    captured = capture_model(program.build_model, args, kwargs, seed=seed, device=job.device)
+    is_planner = job.rank == 0  # the capture is compared with the model once, where the plan is made
+    captured = capture_model(program.build_model, args, kwargs, seed=seed, device=job.device, check=is_planner)
     options = {
         "stages": pipeline["stages"],
         "chunks": pipeline["chunks"],
@@ -191,7 +192,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         "loss_weight": program.loss_weight,
         "seed": seed,
     }
-    if job.rank == 0:
+    if is_planner:
         pipe = plan_pipeline(captured, **options)
         plan = pipe.plan
         (job.folder / "plan.json").write_text(plan.to_json())
