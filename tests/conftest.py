@@ -1,4 +1,4 @@
-"""One cluster per module: starting it costs a second, importing torch in its workers much more."""
+"""A cluster for whole-job tests: one per module, since starting it costs a second, importing torch in its workers much more."""
 
 import pytest
 
