@@ -41,6 +41,7 @@ from stagekit.plan.contract import (
     ValueRef,
 )
 from stagekit.run.local import LocalRun
+from stagekit.run.transport import Work
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -56,20 +57,29 @@ class InProcessTransport:
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
         self._rank, self._mailbox = rank, mailbox
 
-    def post_send(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        self._mailbox.messages[self._rank, peer, tag].append(tensor.detach().clone())
-        return None
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
+        self._mailbox.messages[self._rank, peer, tag].append(tensors[0].detach().clone())
+        return Delivery(self._mailbox, None, (self._rank, peer, tag))
 
-    def post_recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return tensor, (peer, self._rank, tag)
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
+        return Delivery(self._mailbox, tensors[0], (peer, self._rank, tag))
 
-    def wait(self, work: Any, peer: int) -> None:
-        if work is None:
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A message in the mailbox; a receiver's (with a `buffer`) takes it out when it waits."""
+
+    mailbox: Mailbox
+    buffer: Tensor | None
+    key: tuple[int, int, int]
+
+    def wait(self) -> None:
+        """Copy the message into the buffer. Raises BugError if nothing was sent yet."""
+        if self.buffer is None:
             return
-        tensor, key = work
-        if not self._mailbox.messages[key]:
-            raise BugError(f"nothing was sent for {key}: the order is not a linear extension")
-        tensor.copy_(self._mailbox.messages[key].popleft())
+        if not self.mailbox.messages[self.key]:
+            raise BugError(f"nothing was sent for {self.key}: the order is not a linear extension")
+        self.buffer.copy_(self.mailbox.messages[self.key].popleft())
 
 
 @dataclass(slots=True)

@@ -62,4 +62,4 @@ def chunk_sizes(rows: int, num_chunks: int) -> tuple[int, ...]:
     if rows < num_chunks:
         raise ShapeError(f"a batch of {rows} rows can't be split into {num_chunks} chunks; use at most {rows} chunks")
     full, extra = divmod(rows, num_chunks)
-    return tuple(full + 1 if index < extra else full for index in range(num_chunks))
+    return (full + 1,) * extra + (full,) * (num_chunks - extra)

@@ -85,11 +85,13 @@ def split_target(leaves: Sequence[Tensor], rows: int, sizes: Sequence[int]) -> l
         torch.split(leaf, list(sizes), 0) if leaf.ndim and leaf.shape[0] == rows else (leaf,) * len(sizes)
         for leaf in leaves
     ]
-    return [tuple(part[chunk] for part in parts) for chunk in range(len(sizes))]
+    return list(zip(*parts, strict=True)) if parts else [()] * len(sizes)
 
 
 def default_loss_weight(target: Any) -> float:
     """Return the rows of a chunk's target: 1 for a scalar, 1 where there is no tensor."""
+    if isinstance(target, Tensor):
+        return float(target.shape[0]) if target.ndim else 1.0
     leaf = next((leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)), None)
     return float(leaf.shape[0]) if leaf is not None and leaf.ndim else 1.0
 

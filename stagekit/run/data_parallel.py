@@ -30,7 +30,7 @@ class BucketReducer:
         self.recorder: Recorder | None = None
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(self._hook(number))
 
     def _hook(self, number: int) -> Any:
         def ready(_: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stagekit.errors import BugError, PeerError
 from stagekit.run.layout import TAG_CLOCK
-from stagekit.run.transport import GlooTransport, NcclTransport, Transport
+from stagekit.run.transport import NcclTransport, Transport, Work, gloo_transport, settle
 
 CLOCK_ROUNDS = 8
 
@@ -24,14 +24,11 @@ CLOCK_ROUNDS = 8
 class NoTransport:
     """For a single rank: nothing is ever sent."""
 
-    def post_send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
         raise BugError("a single rank has nobody to send to")
 
-    def post_recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
         raise BugError("a single rank has nobody to receive from")
-
-    def wait(self, work: Any, peer: int) -> None:
-        raise BugError("a single rank has nobody to wait for")
 
 
 class Groups:
@@ -65,7 +62,7 @@ class Groups:
     def _make_transport(self, is_nccl: bool) -> Transport:
         assert self.pipeline is not None
         if not is_nccl:
-            return GlooTransport(self.pipeline)
+            return gloo_transport(self.pipeline)
         return NcclTransport(_new_group(self._members), _new_group(self._members), self.pipeline_rank)
 
     def transport(self) -> Transport:
@@ -132,11 +129,11 @@ class Groups:
 
     def _send_int(self, value: int, peer: int) -> None:
         tensor = torch.tensor([value], dtype=torch.int64, device=self.comm_device)
-        self._transport.wait(self._transport.post_send(tensor, peer, TAG_CLOCK), peer)
+        settle(self._transport.send([tensor], peer, TAG_CLOCK), peer)
 
     def _receive_int(self, peer: int) -> int:
         tensor = torch.empty(1, dtype=torch.int64, device=self.comm_device)
-        self._transport.wait(self._transport.post_recv(tensor, peer, TAG_CLOCK), peer)
+        settle(self._transport.recv([tensor], peer, TAG_CLOCK), peer)
         return int(tensor)
 
 

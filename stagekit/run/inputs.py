@@ -6,7 +6,7 @@ given an argument itself uses its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from stagekit.errors import BugError
 from stagekit.plan.contract import ModelSpec
 from stagekit.run.layout import TAG_INPUTS
-from stagekit.run.transport import Transport, wire_view
+from stagekit.run.transport import Transport, Work, lost, settle, wire_view
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -46,9 +46,9 @@ class InputExchange:
         self._transport = transport
         self._leaves: list[Any] = []
         self._target: list[Any] = []
-        self._chunks: dict[int, tuple[Tensor, ...]] = {}
-        self._pending: dict[tuple[str, int], tuple[Any, int]] = {}
-        self._sent: list[tuple[Any, Tensor, int]] = []
+        self.parts: list[tuple[Any, ...] | None] = [None] * len(spec.inputs)  # of this step, by graph input
+        self._pending: dict[tuple[str, int], tuple[Work, int]] = {}
+        self._sent: list[tuple[Work, Tensor, int]] = []
 
     def begin(
         self, leaves: Sequence[Any], target: Sequence[Any], shapes: Sequence[Shape], target_shapes: Sequence[Shape]
@@ -57,7 +57,7 @@ class InputExchange:
         self._leaves = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._target = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in target]
         self._shapes, self._target_shapes = shapes, target_shapes
-        self._chunks.clear()
+        self.parts = [None] * len(self._spec.inputs)
 
     def send(self, to_stage: int) -> None:
         """Post everything that `to_stage` gets from this rank."""
@@ -67,7 +67,7 @@ class InputExchange:
             for tag, tensor in self._items(parcel, target):
                 wire = wire_view(tensor.detach().contiguous())
                 peer = self._ranks[target]
-                self._sent.append((self._transport.post_send(wire, peer, tag), wire, peer))
+                self._sent.append((self._post(self._transport.send, wire, peer, tag), wire, peer))
 
     def _items(self, parcel: Parcel, target: int) -> list[tuple[int, Tensor]]:
         base = TAG_INPUTS + target * 64
@@ -81,32 +81,42 @@ class InputExchange:
         for n, number in enumerate(parcel.inputs):
             shape, dtype = self._shapes[number]
             self._leaves[number] = buffer = torch.empty(shape, dtype=dtype, device=self.device)
-            self._pending["input", number] = (self._transport.post_recv(wire_view(buffer), peer, base + n), peer)
+            self._pending["input", number] = (self._post(self._transport.recv, buffer, peer, base + n), peer)
         for n, number in enumerate(parcel.target):
             shape, dtype = self._target_shapes[number]
             self._target[number] = buffer = torch.empty(shape, dtype=dtype, device=self.device)
-            self._pending["target", number] = (self._transport.post_recv(wire_view(buffer), peer, base + 32 + n), peer)
+            self._pending["target", number] = (self._post(self._transport.recv, buffer, peer, base + 32 + n), peer)
+
+    @staticmethod
+    def _post(post: Callable[[list[Tensor], int, int], Work], tensor: Tensor, peer: int, tag: int) -> Work:
+        try:
+            return post([tensor], peer, tag)
+        except RuntimeError as error:
+            raise lost(peer, error) from error
 
     def _arrived(self, kind: str, number: int) -> None:
         pending = self._pending.pop((kind, number), None)
         if pending is not None:
-            self._transport.wait(*pending)
+            settle(*pending)
 
-    def chunk(self, number: int, chunk: int, sizes: Sequence[int]) -> Any:
-        """Return chunk number `chunk` of graph input `number`, or all of it where it carries no batch."""
+    def cut(self, number: int, sizes: Sequence[int]) -> tuple[Any, ...]:
+        """Return graph input `number` in chunks, or all of it for each chunk where it carries no batch.
+
+        Waits for it where it comes from another rank; kept in `parts` for the rest of the step.
+        """
         declared = self._spec.inputs[number]
+        parts: tuple[Any, ...]
         if declared.tensor is None:
-            return declared.constant
-        parts = self._chunks.get(number)
-        if parts is None:
+            parts = (declared.constant,) * len(sizes)
+        else:
             self._arrived("input", number)
             leaf = self._leaves[number]
             if not isinstance(leaf, Tensor):
                 raise BugError(f"{declared.name} is needed here but was neither passed nor sent")
             dim = declared.split_dim
             parts = (leaf,) * len(sizes) if dim is None else torch.split(leaf, list(sizes), dim)
-            self._chunks[number] = parts
-        return parts[chunk]
+        self.parts[number] = parts
+        return parts
 
     def target(self) -> list[Tensor]:
         """Return the target's leaves, whole."""
@@ -117,8 +127,8 @@ class InputExchange:
     def finish(self) -> None:
         """Wait for every send, and for what arrived but was not used."""
         for work, _, peer in self._sent:
-            self._transport.wait(work, peer)
+            settle(work, peer)
         self._sent.clear()
         for work, peer in self._pending.values():
-            self._transport.wait(work, peer)
+            settle(work, peer)
         self._pending.clear()

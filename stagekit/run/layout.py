@@ -6,7 +6,7 @@ Sizes are looked up per chunk size (`ChunkShapes`), since a remainder chunk is s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,12 +74,20 @@ def concrete(tensor: TensorSpec, symbols: Mapping[str, int]) -> Shape:
 
 
 class ChunkShapes:
-    """Shape of every edge for one chunk size."""
+    """Shape of every edge for one chunk size, by value name; `contiguous` holds those that need no wire view."""
 
     def __init__(self, spec: ModelSpec, symbols: Mapping[str, int]) -> None:
         self.symbols = dict(symbols)
-        self._edges = {edge.value: concrete(edge.tensor, symbols) for edge in spec.edges}
+        self.edges = {edge.value: concrete(edge.tensor, symbols) for edge in spec.edges}
+        self.contiguous = {
+            value for value, (shape, stride, _) in self.edges.items() if stride == contiguous_stride(shape)
+        }
 
-    def edge(self, value: str) -> Shape:
-        """Return the shape of the edge called `value`."""
-        return self._edges[value]
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major strides of `shape`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

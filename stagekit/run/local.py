@@ -76,7 +76,7 @@ class LocalRun:
         self._tie_sums()
         self.step_number += 1
         loss = self._loss
-        output = chunking.merge_outputs(self._plan.model.outputs, step.outputs, loss.weights)
+        output = chunking.merge_outputs(self._plan.model.outputs, executors[0].outputs(), loss.weights)
         return loss.result(), self._source.unflatten_output(output)
 
     def _make_step(self, leaves: Sequence[Any], rows: int) -> Step:

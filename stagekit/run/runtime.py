@@ -33,6 +33,7 @@ from stagekit.run.layout import TAG_HEADER, ChunkShapes, Placement, torch_dtype
 from stagekit.run.loss import LossFunction, LossRunner, LossWeight
 from stagekit.run.stage import StageRunner
 from stagekit.run.stats import ActionHook
+from stagekit.run.transport import settle
 from stagekit.run.warmup import warm_up
 
 
@@ -234,7 +235,7 @@ class Run:
         transport, device = self.groups.transport(), self.groups.comm_device
         if self.rank != 0:
             buffer = torch.empty(Header.length(len(fixed), ndims), dtype=torch.int64, device=device)
-            transport.wait(transport.post_recv(buffer, 0, TAG_HEADER), 0)
+            settle(transport.recv([buffer], 0, TAG_HEADER), 0)
             header = Header.unpack(buffer, len(fixed), ndims)
             self._check_own(leaves, header)
             return header
@@ -245,9 +246,9 @@ class Run:
             packed = torch.full((Header.length(len(fixed), ndims),), -1, dtype=torch.int64, device=device)
             raise
         finally:
-            works = [(transport.post_send(packed, peer, TAG_HEADER), peer) for peer in range(1, self.plan.num_ranks)]
+            works = [(transport.send([packed], peer, TAG_HEADER), peer) for peer in range(1, self.plan.num_ranks)]
             for work, peer in works:
-                transport.wait(work, peer)
+                settle(work, peer)
         return header
 
     def _read_header(self, leaves: Sequence[Any], target: Any, ndims: Sequence[int]) -> Header:
@@ -322,7 +323,7 @@ class Run:
         status = status.to(self.groups.comm_device)
         result = StepResult(self, status, self.groups.sum_over_world(status))
         if runner is not None:
-            result.losses, result.weights, result._leaves = runner.losses, runner.weights, executor.step.outputs
+            result.losses, result.weights, result._leaves = runner.losses, runner.weights, executor.outputs()
         return result
 
     def _stamp(self, executor: Executor, stamps: Tensor) -> None:

@@ -1,12 +1,13 @@
 """One stage at run time: forward and backward of a chunk, with everything autograd needs in between.
 
-Knows its module and the stage contract; knows no rank, transfer or schedule. Called by the executor only.
+Knows its module and the stage contract; knows no rank, transfer or schedule. Values are told apart by their position
+in the spec, since names would cost a lookup per chunk. The caller sets the grad mode for a whole step: on for training.
+Called by the executor only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,23 +24,19 @@ class StageModule(Protocol):
     def set_seed_base(self, base: int) -> None: ...
 
 
-@dataclass(slots=True)
-class SavedChunk:
-    """What a chunk keeps between its forward and its backward."""
+# What a chunk keeps between its forward and its backward: the arguments (received values as leaves), the outputs
+# (with their graph; none when recomputing), the seed base. A tuple: a class costs a call per chunk.
+SavedChunk = tuple[list[Any], tuple[Tensor, ...] | None, int]
 
-    leaves: list[tuple[str, Tensor]]  # received values that need a gradient
-    outputs: dict[str, Tensor]  # with their graph, or without when recomputing
-    inputs: tuple[Any, ...] | None  # kept for recomputation only
-    seed_base: int
+_ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
-def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
     """Accumulate gradients into the leaves of `roots`. The engine's own entry costs half of autograd.backward's."""
-    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if engine is None:
-        torch.autograd.backward(list(roots), list(gradients))
-        return
-    engine.run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    if _ENGINE is None:
+        torch.autograd.backward(roots, gradients)
+    else:
+        _ENGINE.run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class StageRunner:
@@ -48,73 +45,82 @@ class StageRunner:
     def __init__(self, spec: StageSpec, module: nn.Module, edges: Mapping[str, Edge], *, recompute: bool) -> None:
         self.spec, self.module = spec, module
         self._call = cast(StageModule, module)
-        self._needs_gradient = tuple(
-            isinstance(ref, ValueRef) and edges[ref.value].tensor.requires_grad for ref in spec.inputs
+        self._set_seed_base = self._call.set_seed_base
+        self._leaf_positions = tuple(
+            position
+            for position, ref in enumerate(spec.inputs)
+            if isinstance(ref, ValueRef) and edges[ref.value].tensor.requires_grad
         )
-        self._values = tuple(ref.value if isinstance(ref, ValueRef) else "" for ref in spec.inputs)
         self._recompute = recompute
         self._saved: dict[int, SavedChunk] = {}
-        self.peak_chunks = 0
+        self.num_chunks_held = self.peak_chunks = 0  # chunks between their forward and their backward
 
-    @property
-    def num_chunks_held(self) -> int:
-        """Chunks between their forward and their backward."""
-        return len(self._saved)
-
-    def forward(self, chunk: int, inputs: Sequence[Any], seed_base: int, *, train: bool) -> dict[str, Tensor]:
-        """Run the module on `inputs` (flat, in the order of the spec); return its outputs by value name."""
-        leaves: list[tuple[str, Tensor]] = []
-        arguments = list(inputs)
+    def forward(self, chunk: int, arguments: list[Any], seed_base: int, train: bool) -> tuple[Tensor, ...]:
+        """Run the module on `arguments` (in the order of the spec, kept); return its outputs in the spec's order."""
         if train:
-            for index, needed in enumerate(self._needs_gradient):
-                if needed:
-                    leaf = arguments[index].detach().requires_grad_()
-                    leaves.append((self._values[index], leaf))
-                    arguments[index] = leaf
-        self._call.set_seed_base(seed_base)
-        with torch.set_grad_enabled(train and not self._recompute):
-            results = self._call(*arguments)
-        outputs = dict(zip(self.spec.outputs, results, strict=True))
-        if train:
-            kept = tuple(arguments) if self._recompute else None
-            self._saved[chunk] = SavedChunk(leaves, {} if self._recompute else outputs, kept, seed_base)
-            self.peak_chunks = max(self.peak_chunks, len(self._saved))
+            for position in self._leaf_positions:
+                arguments[position] = arguments[position].detach().requires_grad_()
+        self._set_seed_base(seed_base)
+        if not train:
+            return self._call(*arguments)
+        if self._recompute:
+            with torch.no_grad():
+                outputs = self._call(*arguments)
+            self._saved[chunk] = (arguments, None, seed_base)
+        else:
+            outputs = self._call(*arguments)
+            self._saved[chunk] = (arguments, outputs, seed_base)
+        self.num_chunks_held += 1
+        if self.num_chunks_held > self.peak_chunks:
+            self.peak_chunks = self.num_chunks_held
         return outputs
 
-    def backward(self, chunk: int, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Accumulate parameter gradients; return the gradient of each received value (None: zero).
+    def backward(self, chunk: int, gradients: Sequence[Tensor | None]) -> list[Any]:
+        """Accumulate parameter gradients; return those of the received values at their positions (None: zero).
 
-        `gradients` are those of the outputs by value name; None or absent means zero.
+        `gradients` are those of the outputs in the spec's order; None means zero.
         """
-        saved = self._saved.pop(chunk)
-        outputs = self._recomputed(saved) if saved.inputs is not None else saved.outputs
-        roots, seeds = [], []
-        for value, gradient in gradients.items():
-            output = outputs[value]
+        arguments, outputs, seed_base = self._saved[chunk]
+        del self._saved[chunk]
+        self.num_chunks_held -= 1
+        if outputs is None:
+            outputs = self._recomputed(arguments, seed_base)
+        roots: tuple[Tensor, ...] = ()
+        seeds: tuple[Tensor, ...] = ()
+        for output, gradient in zip(outputs, gradients, strict=True):
             if gradient is not None and output.requires_grad:
-                roots.append(output)
-                seeds.append(gradient)
+                roots += (output,)
+                seeds += (gradient,)
         if roots:
             run_backward(roots, seeds)
-        return {value: leaf.grad for value, leaf in saved.leaves}
+        return self._gradients(arguments)
 
-    def backward_from(self, chunk: int, root: Tensor, gradient: Tensor | None) -> dict[str, Tensor | None]:
+    def backward_from(self, chunk: int, root: Tensor, gradient: Tensor | None) -> list[Any]:
         """Like `backward`, from the loss; None: this chunk weighs nothing."""
-        saved = self._saved.pop(chunk)
+        arguments = self._saved[chunk][0]
+        del self._saved[chunk]
+        self.num_chunks_held -= 1
         if gradient is not None and root.requires_grad:
             run_backward((root,), (gradient,))
-        return {value: leaf.grad for value, leaf in saved.leaves}
+        return self._gradients(arguments)
+
+    def _gradients(self, arguments: list[Any]) -> list[Any]:
+        """Put each received value's gradient in its place; that frees the value."""
+        for position in self._leaf_positions:
+            arguments[position] = arguments[position].grad
+        return arguments
 
     def drop_all(self) -> None:
         """Forget every chunk in flight, after a failed step."""
         self._saved.clear()
+        self.num_chunks_held = 0
 
-    def _recomputed(self, saved: SavedChunk) -> dict[str, Tensor]:
+    def _recomputed(self, arguments: Sequence[Any], seed_base: int) -> tuple[Tensor, ...]:
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        self._call.set_seed_base(saved.seed_base)
+        self._set_seed_base(seed_base)
         with torch.enable_grad():
-            results = self._call(*cast(tuple[Any, ...], saved.inputs))
+            outputs = self._call(*arguments)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        return dict(zip(self.spec.outputs, results, strict=True))
+        return outputs

@@ -33,10 +33,11 @@ def warm_up(runner: StageRunner, spec: ModelSpec, device: torch.device) -> None:
                 arguments.append(symbols[symbol])
     buffers = [(buffer, buffer.clone()) for buffer in runner.module.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        outputs = runner.forward(0, arguments, 0, train=True)
-        roots = [output for output in outputs.values() if isinstance(output, Tensor) and output.requires_grad]
+        with torch.enable_grad():
+            outputs = runner.forward(0, arguments, 0, True)
+        roots = tuple(output for output in outputs if isinstance(output, Tensor) and output.requires_grad)
         if roots:
-            run_backward(roots, [torch.zeros_like(root) for root in roots])
+            run_backward(roots, tuple(torch.zeros_like(root) for root in roots))
     runner.drop_all()
     for parameter in runner.module.parameters():
         parameter.grad = None
