@@ -22,6 +22,7 @@ MAX_BYTES = 256 * 1024  # per answer
 HELLO_DEADLINE_S = 10.0
 ANSWER_DEADLINE_S = 10.0  # on top of the time that the node was asked to wait
 FOLLOW_WAIT_S = 10.0
+LINK_S = 3.0  # a node's Bulk stream has a channel of its own: it may come so much later than the session
 RETRY_S = 1.0  # between two looks for a node or a file that is not there yet
 
 
@@ -50,6 +51,7 @@ class BulkLinks:
     def __init__(self) -> None:
         self._links: dict[str, _Link] = {}
         self._last_request_id = 0
+        self._arrival = asyncio.Event()  # set by the next stream, then replaced
 
     async def serve(self, context: Stream) -> None:
         """Carry questions and answers of one node until its stream ends or a newer one replaces it."""
@@ -63,6 +65,8 @@ class BulkLinks:
         link = _Link(first.hello.node_id)
         self._end(link.node_id, UnavailableError("a newer Bulk stream of the node replaced this one"))
         self._links[link.node_id] = link
+        self._arrival.set()
+        self._arrival = asyncio.Event()
         try:
             await first_of(_receive(link, context), _send(link, context), _until(link.ending))
         finally:
@@ -104,11 +108,7 @@ class BulkLinks:
                 return
 
     async def _ask(self, name: FileName, offset: int, tail_bytes: int, wait_s: float) -> nodes_pb2.BulkChunk:
-        link = self._links.get(name.node_id)
-        if link is None:
-            raise UnavailableError(
-                f"node {name.node_name} is not connected, and the files of rank {name.rank} are there"
-            )
+        link = await self._link_of(name)
         self._last_request_id += 1
         question = nodes_pb2.BulkResponse(
             request_id=self._last_request_id,
@@ -130,6 +130,17 @@ class BulkLinks:
             raise UnavailableError(f"node {name.node_name} did not answer for rank {name.rank} in time") from None
         finally:
             link.waiting.pop(question.request_id, None)
+
+    async def _link_of(self, name: FileName) -> _Link:
+        try:
+            async with asyncio.timeout(LINK_S):
+                while (link := self._links.get(name.node_id)) is None:
+                    await self._arrival.wait()
+                return link
+        except TimeoutError:
+            raise UnavailableError(
+                f"node {name.node_name} is not connected, and the files of rank {name.rank} are there"
+            ) from None
 
     def _end(self, node_id: str, error: PipedError) -> None:
         link = self._links.get(node_id)

@@ -20,7 +20,7 @@ from piped.node.tasks import first_of
 
 log = structlog.get_logger()
 
-_RETRY_S = 1.0
+_RETRY_S = 0.5
 _POLL_S = 0.05
 _WRITE_S = 60.0
 _MAX_ASKS = 64

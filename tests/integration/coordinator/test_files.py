@@ -41,10 +41,11 @@ def test_logs_come_from_the_nodes_whole_or_by_tail_also_after_the_end(served: Se
     asyncio.run(scenario())
 
 
-def test_logs_of_a_node_that_is_away_are_unavailable_and_say_where_they_are(served: Served) -> None:
+def test_logs_of_a_node_that_is_away_are_waited_for_a_moment_and_then_said_to_be_there(served: Served) -> None:
     async def scenario() -> None:
         async with served() as (coordinator, client):
-            async with ScriptedNode(coordinator.address, "n1").running():
+            node = ScriptedNode(coordinator.address, "n1")
+            async with node.running():
                 await client.until_state((await client.submit(spec())).job_id, "RUNNING")
 
             async def error() -> str:
@@ -55,6 +56,10 @@ def test_logs_of_a_node_that_is_away_are_unavailable_and_say_where_they_are(serv
                 return ""
 
             assert (await error()).startswith("UNAVAILABLE: node n1 is not connected")
+            node.files = {(0, "RECORD_KIND_LOG"): b"zero\n"}
+            asking = asyncio.create_task(logs(client, ranks=[0]))
+            async with node.running():
+                assert await asking == {0: b"zero\n"}
 
     asyncio.run(scenario())
 
