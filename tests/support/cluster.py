@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import yaml
@@ -19,12 +21,12 @@ START_S = 30.0
 TERMINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}
 
 
-def wait_until(condition, timeout_s=60.0, what="the condition"):
-    """Return the first true value of `condition()`; fail after `timeout_s`."""
+def wait_until(condition, timeout_s=60.0, what="the condition", *, every_s=0.05):
+    """Return the first true value of `condition()`, asked every `every_s`; fail after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s:.0f} s"
-        time.sleep(0.05)
+        time.sleep(every_s)
     return value
 
 
@@ -61,7 +63,10 @@ class Daemon:
 
 
 class Cluster:
-    """Start with `with Cluster(folder, nodes=2) as cluster`; leaving it stops every process and checks that none is left."""
+    """Start with `with Cluster(folder, nodes=2) as cluster`; leaving it stops everything and checks that nothing is left.
+
+    Nothing is: no process that names the folder or carries a mark of its attempts, no port of it that still listens.
+    """
 
     def __init__(self, folder: Path, *, nodes: int = 2, slots: int = 2) -> None:
         self.folder = folder
@@ -70,11 +75,17 @@ class Cluster:
         self.address = self.coordinator.endpoints["grpc"]
         self.coordinator.arguments[2] = self.address  # a restart takes the same port
         self.coordinator.arguments[4] = self.coordinator.endpoints["http"]
-        self.nodes = [self._node(n, slots) for n in range(nodes)]
+        self.nodes: list[Daemon] = []
+        for _ in range(nodes):
+            self.add_node(slots)
 
-    def _node(self, n: int, slots: int) -> Daemon:
-        flags = ["--coordinator", self.address, "--name", f"node{n}", "--metrics", "127.0.0.1:0"]
-        return Daemon(self.folder, f"node{n}", ["node", *flags, "--slots", str(slots), "--stop-workers-on-exit"])
+    def add_node(self, slots: int) -> Daemon:
+        """Start one more node daemon."""
+        name = f"node{len(self.nodes)}"
+        flags = ["--coordinator", self.address, "--name", name, "--metrics", "127.0.0.1:0"]
+        arguments = ["node", *flags, "--slots", str(slots), "--stop-workers-on-exit"]
+        self.nodes.append(Daemon(self.folder, name, arguments))
+        return self.nodes[-1]
 
     def __enter__(self) -> Cluster:
         self.api = Coordinator(self.address)
@@ -82,6 +93,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        markers, addresses = self.markers(), self.addresses()
         for daemon in [*self.nodes, self.coordinator]:
             if daemon.process.poll() is None:
                 daemon.process.terminate()
@@ -90,8 +102,32 @@ class Cluster:
                 daemon.process.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 daemon.kill()
-        left = wait_for_no_process_of(self.folder)
+        left = wait_for_no_process_of(self.folder, markers)
         assert not left, f"processes left: {left}"
+        still = addresses & listening()
+        assert not still, f"still listening: {still}"
+
+    def markers(self) -> set[str]:
+        """Return the PIPED_SHIM of every attempt that the nodes keep."""
+        files = self.folder.glob("node*/attempts/*/attempt.json")
+        return {json.loads(file.read_text())["marker"] for file in files}
+
+    def addresses(self) -> set[str]:
+        """Return every host:port that the daemons say they listen on."""
+        running = [daemon for daemon in [*self.nodes, self.coordinator] if daemon.process.poll() is None]
+        ends = [value for daemon in running for value in daemon.endpoints.values()]
+        return {value for value in ends if isinstance(value, str)}
+
+    def check_no_leak(self) -> None:
+        """For when every job is over: so must be every process of their attempts, and every slot must be free."""
+        left = wait_for_no_process_of(None, self.markers())
+        assert not left, f"processes left: {left}"
+        wait_until(lambda: not any(node.slots_used for node in self.api.nodes()), 10, "the release of every slot")
+
+    def attempt_dirs(self, job_id: str) -> list[Path]:
+        """Return the directories of every attempt of a job, over all nodes."""
+        files = self.folder.glob("node*/attempts/*/attempt.json")
+        return sorted(file.parent for file in files if json.loads(file.read_text())["job_id"] == job_id)
 
     # ---- jobs
 
@@ -102,11 +138,15 @@ class Cluster:
 
     def submit(self, spec: dict[str, object], *flags: str) -> str:
         """Submit a job file; return the job's id."""
-        path = self.folder / f"{spec['name']}.yaml"
-        path.write_text(yaml.safe_dump(spec))
-        done = self.pipectl("submit", str(path), "--no-check", *flags)
+        done = self.pipectl("submit", self.write(spec), "--no-check", *flags)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
+
+    def write(self, spec: dict[str, object]) -> str:
+        """Write a job file; return its path."""
+        path = self.folder / f"{spec['name']}.yaml"
+        path.write_text(yaml.safe_dump(spec))
+        return str(path)
 
     def state(self, job_id: str) -> str:
         return jobs_pb2.JobState.Name(self.api.get(job_id).state).removeprefix("JOB_STATE_")
@@ -134,30 +174,50 @@ class Cluster:
         files = self.api.records(job_id, jobs_pb2.RecordKind.Value(f"RECORD_KIND_{kind}"))
         return [json.loads(line) for rank in sorted(files) for line in files[rank].splitlines() if line]
 
+    def events(self, job_id: str, name: str) -> list[jobs_pb2.Event]:
+        """Return the job's events of that name."""
+        request = jobs_pb2.EventsRequest(job=job_id)
+        return [each for each in self.api.call(self.api.jobs.Events, request).events if each.name == name]
+
     def losses(self, job_id: str) -> list[float]:
         return [step["loss"] for step in self.records(job_id, "STEPS")]
 
 
-def processes_of(folder: Path) -> dict[int, str]:
-    """Return live processes whose command line or environment names `folder`."""
+def processes_of(folder: Path | None, markers: Collection[str] = ()) -> dict[int, str]:
+    """Return live processes whose command line names `folder` or whose environment holds one of the PIPED_SHIM."""
     found = {}
-    marker = os.fsencode(folder)
+    name, marks = os.fsencode(folder) if folder else None, {f"PIPED_SHIM={marker}".encode() for marker in markers}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             command = (entry / "cmdline").read_bytes()
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
+            environment = (entry / "environ").read_bytes().split(b"\0") if marks else []
+        except OSError:  # gone meanwhile, or another user's
             continue
-        if marker in command and state != "Z":
+        is_named = name is not None and name in command
+        if state != "Z" and (is_named or not marks.isdisjoint(environment)):
             found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
     return found
 
 
-def wait_for_no_process_of(folder: Path, timeout_s: float = 10.0) -> dict[int, str]:
+def wait_for_no_process_of(
+    folder: Path | None, markers: Collection[str] = (), timeout_s: float = 10.0
+) -> dict[int, str]:
     """Return what is left after at most `timeout_s`; nothing, if all is well."""
     deadline = time.monotonic() + timeout_s
-    while (left := processes_of(folder)) and time.monotonic() < deadline:
+    while (left := processes_of(folder, markers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+def listening() -> set[str]:
+    """Return the IPv4 addresses, as host:port, on which anything of this machine listens."""
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        local, state = line.split()[1], line.split()[3]
+        if state == "0A":
+            host, port = local.split(":")
+            found.add(f"{socket.inet_ntoa(bytes.fromhex(host)[::-1])}:{int(port, 16)}")
+    return found
