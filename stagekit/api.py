@@ -24,6 +24,7 @@ from stagekit.plan.contract import ModelSpec, StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
 from stagekit.run.chunks import default_loss_weight
 from stagekit.run.loss import LossFunction, LossWeight
+from stagekit.run.merge import flatten_rules
 from stagekit.run.runtime import Run, RunOptions
 
 __all__ = ["Context", "Pipeline", "PipelineStage", "Stage", "init", "pipeline"]
@@ -122,6 +123,7 @@ def pipeline(
     loss_weight: LossWeight | None = None,
     args_spec: Sequence[Any] | None = None,
     kwargs_spec: Mapping[str, Any] | None = None,
+    output_spec: Any = None,
     compile: str = "eager",
     recompute: bool = False,
     seed: int = 0,
@@ -132,7 +134,8 @@ def pipeline(
     `args` and `kwargs` are ONE chunk. `model` is a module (its weights are copied) or a callable that builds it (weights
     are then made stage by stage, equal to `torch.manual_seed(seed); model()`). `loss_fn(output, target)` returns a
     chunk's mean loss; `loss_weight(target)` its weight, rows by default. `buckets` {"cap": bytes, "first": bytes} cuts
-    each stage into submodules whose gradients are reduced together.
+    each stage into submodules whose gradients are reduced together. `args_spec` and `kwargs_spec` say of an argument
+    `Split(dim)` or `Replicate()`, `output_spec` of an output `Cat(dim)`, `Stack()`, `Sum()`, `Mean()` or a function.
     The module and the random state are left as they were. Raises CaptureError, SplitError, ScheduleError, UserError.
     """
     check_counts(stages, stages_per_rank, replicas)
@@ -150,6 +153,7 @@ def pipeline(
         replicas=replicas,
         buckets=buckets,
         loss_weight=loss_weight,
+        output_spec=output_spec,
         compile=compile,
         recompute=recompute,
         seed=seed,
@@ -194,6 +198,7 @@ def plan_pipeline(
     replicas: int = 1,
     buckets: Mapping[str, int] | None = None,
     loss_weight: LossWeight | None = None,
+    output_spec: Any = None,
     compile: str = "eager",
     recompute: bool = False,
     seed: int = 0,
@@ -211,7 +216,8 @@ def plan_pipeline(
         compile=compile,
         recompute=recompute,
     )
-    return Pipeline(cut, plan, RunOptions(loss_fn, loss_weight or default_loss_weight, seed))
+    rules = flatten_rules(output_spec, cut.spec.outputs)
+    return Pipeline(cut, plan, RunOptions(loss_fn, loss_weight or default_loss_weight, seed, rules))
 
 
 class PipelineStage:

@@ -1,11 +1,11 @@
-"""Chunks of a step: graph inputs and targets cut along the batch, outputs merged again, losses weighted.
+"""Chunks of a step: graph inputs and targets cut along the batch.
 
 Knows shapes only; pure functions of a model's spec and of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stagekit.errors import ShapeError
-from stagekit.plan.contract import ModelSpec, OutputSpec
+from stagekit.plan.contract import ModelSpec
 
 
 def batch_rows(spec: ModelSpec, leaves: Sequence[Any]) -> int | None:
@@ -94,25 +94,3 @@ def default_loss_weight(target: Any) -> float:
         return float(target.shape[0]) if target.ndim else 1.0
     leaf = next((leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)), None)
     return float(leaf.shape[0]) if leaf is not None and leaf.ndim else 1.0
-
-
-def merge_outputs(
-    specs: Sequence[OutputSpec], chunks: Sequence[Mapping[str, Tensor]], weights: Sequence[float]
-) -> list[Any]:
-    """Return the model's output leaves for the whole batch: concatenated, or the weighted mean of scalars."""
-    leaves: list[Any] = []
-    for spec in specs:
-        if spec.value is None:
-            leaves.append(spec.constant)
-            continue
-        parts = [chunk[spec.value] for chunk in chunks]
-        if spec.merge_dim is not None:
-            leaves.append(torch.cat(parts, spec.merge_dim))
-        elif parts[0].ndim == 0 and parts[0].is_floating_point():
-            total = sum(weights)
-            leaves.append(
-                sum((p * (w / total) for p, w in zip(parts, weights, strict=True)), torch.zeros_like(parts[0]))
-            )
-        else:
-            leaves.append(parts[-1])
-    return leaves

@@ -25,6 +25,7 @@ from stagekit.run.executor import Executor, Step
 from stagekit.run.inputs import InputExchange
 from stagekit.run.layout import ChunkShapes, Placement
 from stagekit.run.loss import LossRunner
+from stagekit.run.merge import merge_outputs
 from stagekit.run.runtime import RunOptions, StageSource, tied_names
 from stagekit.run.stage import StageRunner
 from stagekit.run.transport import Transport
@@ -76,7 +77,9 @@ class LocalRun:
         self._tie_sums()
         self.step_number += 1
         loss = self._loss
-        output = chunking.merge_outputs(self._plan.model.outputs, executors[0].outputs(), loss.weights)
+        output = merge_outputs(
+            self._plan.model.outputs, self._options.output_rules, executors[0].outputs(), loss.weights
+        )
         return loss.result(), self._source.unflatten_output(output)
 
     def _make_step(self, leaves: Sequence[Any], rows: int) -> Step:

@@ -31,6 +31,7 @@ from stagekit.run.inputs import InputExchange
 from stagekit.run.inputs import Shape as WholeShape
 from stagekit.run.layout import TAG_HEADER, ChunkShapes, Placement, torch_dtype
 from stagekit.run.loss import LossFunction, LossRunner, LossWeight
+from stagekit.run.merge import Rule, merge_outputs
 from stagekit.run.stage import StageRunner
 from stagekit.run.stats import ActionHook
 from stagekit.run.transport import settle
@@ -57,6 +58,7 @@ class RunOptions:
     loss_fn: LossFunction
     loss_weight: LossWeight
     seed: int
+    output_rules: tuple[Rule | None, ...] = ()  # per output leaf; empty: the defaults
 
 
 class StepResult:
@@ -88,7 +90,8 @@ class StepResult:
         if not self._leaves:
             return None
         spec = self._run.plan.model
-        return self._run.source.unflatten_output(chunking.merge_outputs(spec.outputs, self._leaves, self.weights))
+        rules = self._run.options.output_rules
+        return self._run.source.unflatten_output(merge_outputs(spec.outputs, rules, self._leaves, self.weights))
 
     def chunk_latencies_s(self) -> tuple[list[float], list[float]]:
         """Return, per chunk of replica 0, its way forward (first stage's start to last stage's end) and back."""
@@ -108,7 +111,7 @@ class Run:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.source, self.plan, self.device = source, plan, device
-        self._options = options
+        self.options = options
         world = dist.get_world_size(group) if dist.is_initialized() else 1
         check_counts(len(plan.stage_ranks), plan.stages_per_rank, plan.replicas, world)
         self.groups = Groups(plan.num_ranks, plan.replicas, group, device)
@@ -216,8 +219,8 @@ class Run:
             self._inputs,
             self._agreement.target_tree,
             self.source.unflatten_output,
-            self._options.loss_fn,
-            self._options.loss_weight,
+            self.options.loss_fn,
+            self.options.loss_weight,
             self.groups.replicas,
         )
 
@@ -290,7 +293,7 @@ class Run:
             if key not in self._shapes:
                 self._shapes[key] = ChunkShapes(self.plan.model, values)
             shapes[size] = self._shapes[key]
-        seed = self._options.seed
+        seed = self.options.seed
         return Step(self.step_number, seed, self.replica, sizes, shapes, keep_output=self.keep_output)
 
     def _begin_inputs(self, leaves: Sequence[Any], target: Any, header: Header) -> None:
