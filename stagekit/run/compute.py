@@ -148,6 +148,8 @@ def bind_backward(wiring: Wiring, index: int, stage: int, chunk: int) -> Callabl
         else:
             returned = runner.backward(chunk, gradients)
             del gradients
+        if arms:
+            reductions.launch_rest(stage)
         if is_sent:
             flight.returned[index] = returned
         if deliver is not None:

@@ -58,13 +58,17 @@ class BucketReducer:
         started = monotonic_ns()
         self._flying.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, started))
 
-    def finish(self) -> None:
-        """Block until every bucket is summed, and write the sums into the parameters' gradients."""
-        if not self._armed:
-            self.arm()
+    def launch_rest(self) -> None:
+        """Launch what the last backward left: unused parameters, or a chunk that weighed nothing on this replica alone.
+
+        At this point of the list on every rank, or the order of collectives would differ between replicas.
+        """
         self._armed = False
         while len(self._flying) < len(self._buckets):
             self._launch(self._buckets[len(self._flying)])
+
+    def finish(self) -> None:
+        """Block until every bucket is summed, and write the sums into the parameters' gradients."""
         for number, (bucket, (work, flat, started)) in enumerate(zip(self._buckets, self._flying, strict=True)):
             try:
                 work.wait()
@@ -131,6 +135,11 @@ class GradientSums:
         """The next backward of `stage` is its last."""
         if stage in self._reducers:
             self._reducers[stage].arm()
+
+    def launch_rest(self, stage: int) -> None:
+        """Launch the buckets that the last backward of `stage` did not complete."""
+        if stage in self._reducers:
+            self._reducers[stage].launch_rest()
 
     def finish(self, stage: int) -> None:
         """Block until the gradients of `stage` are summed over its replicas."""

@@ -31,6 +31,10 @@ class Reductions(Protocol):
         """The next backward of `stage` is its last of this step: launch a bucket when its gradients are complete."""
         ...
 
+    def launch_rest(self, stage: int) -> None:
+        """That backward is over: launch the buckets that it did not complete, so that every rank's order is equal."""
+        ...
+
     def finish(self, stage: int) -> None:
         """Block until the gradients of `stage` are summed over its replicas."""
         ...
