@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeapi import jobspec
+from pipeapi.mistakes import SpecError
 from pipeapi.v1 import spec_pb2
 from pipectl.errors import CommandError, Exit
 
@@ -46,7 +47,7 @@ def load(path: str, sets: Sequence[str] = (), envs: Sequence[str] = ()) -> Loade
         archive = pack(source) if source else None
         sha256 = hashlib.sha256(archive).hexdigest() if archive else ""
         return Loaded(path, jobspec.to_proto(job, environ=os.environ, source_sha256=sha256), source, archive)
-    except jobspec.SpecError as error:
+    except SpecError as error:
         raise CommandError(str(error), Exit.USAGE) from None
 
 

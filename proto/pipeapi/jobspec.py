@@ -11,13 +11,13 @@ import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
 from pipeapi.v1 import spec_pb2
 
 MAX_FILE_BYTES = 1 << 20
@@ -193,45 +193,7 @@ def _one_of(value: str, choices: Sequence[str]) -> str:
     return value
 
 
-# ---- problems and where they are
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One mistake: the field's path, what is wrong, where (1-based; 0: unknown), what to do."""
-
-    field: str
-    message: str
-    line: int = 0
-    column: int = 0
-    hint: str = ""
-
-    def render(self, path: str) -> str:
-        """Return the two lines that a user sees."""
-        where = f"{path}:{self.line}:{self.column}" if self.line else path
-        subject = f"{self.field}: " if self.field else ""
-        hint = f"\nhint: {self.hint}" if self.hint else ""
-        return f"error: {subject}{self.message} ({where}){hint}"
-
-
-class SpecError(ValueError):
-    """A job file with mistakes: all of them, in the order of the file."""
-
-    def __init__(self, path: str, problems: Sequence[Problem]) -> None:
-        self.path, self.problems = path, tuple(problems)
-        super().__init__("\n".join(problem.render(path) for problem in problems))
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that also refuses aliases and duplicate keys."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.events.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]
-            raise yaml.constructor.ConstructorError(
-                None, None, "aliases are not allowed in a job file", event.start_mark
-            )
-        return super().compose_node(parent, index)
+# ---- reading
 
 
 def load_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> JobFile:
@@ -249,7 +211,7 @@ def load_text(raw: bytes, name: str, overrides: Sequence[str] = ()) -> JobFile:
     if len(raw) > MAX_FILE_BYTES:
         raise SpecError(name, [Problem("", f"{len(raw)} bytes; a job file holds at most {MAX_FILE_BYTES}")])
     try:
-        loader = _Loader(raw.decode())
+        loader = StrictLoader(raw.decode())
         root = loader.get_single_node()
         data = loader.construct_document(root) if root is not None else None
     except yaml.MarkedYAMLError as error:
@@ -263,7 +225,7 @@ def load_text(raw: bytes, name: str, overrides: Sequence[str] = ()) -> JobFile:
         raise SpecError(
             name, [Problem("", "a job file is a mapping of fields", 1, 1, "start from `pipectl schema --example`")]
         )
-    if duplicates := _duplicate_keys(root):
+    if duplicates := duplicate_keys(root):
         raise SpecError(name, duplicates)
     for override in overrides:
         _override(data, override)
@@ -288,22 +250,9 @@ def _override(data: dict[str, Any], override: str) -> None:
     at[last] = yaml.safe_load(text)
 
 
-def _duplicate_keys(node: yaml.Node | None) -> list[Problem]:
-    problems: list[Problem] = []
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                mark = key.start_mark
-                problems.append(Problem(str(key.value), "given twice", mark.line + 1, mark.column + 1))
-            seen.add(key.value)
-            problems += _duplicate_keys(value)
-    return problems
-
-
 def _problem(error: Any, root: yaml.Node | None) -> Problem:
     location = [part for part in error["loc"] if not (isinstance(part, str) and part in ("str", "list[str]"))]
-    line, column = _position(root, location, of_key=error["type"] == "extra_forbidden")
+    line, column = position(root, location, of_key=error["type"] == "extra_forbidden")
     field = ".".join(map(str, location))
     kind, message, hint = error["type"], error["msg"].removeprefix("Value error, "), ""
     if kind == "extra_forbidden":
@@ -327,25 +276,6 @@ def _problem(error: Any, root: yaml.Node | None) -> Problem:
     elif kind in ("greater_than_equal", "less_than_equal", "greater_than", "less_than"):
         message = f"{error['input']!r}: {message[0].lower()}{message[1:]}"
     return Problem(field, message, line, column, hint)
-
-
-def _position(node: yaml.Node | None, location: Sequence[Any], *, of_key: bool) -> tuple[int, int]:
-    """Find the deepest part of `location` that the document has: its key's mark, or its value's."""
-    mark = node.start_mark if node is not None else None
-    for depth, part in enumerate(location):
-        last = depth == len(location) - 1
-        if isinstance(node, yaml.MappingNode):
-            found = next(((k, v) for k, v in node.value if k.value == str(part)), None)
-            if found is None:
-                break
-            node = found[1]
-            mark = found[0].start_mark if last and of_key else node.start_mark
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            mark = node.start_mark
-        else:
-            break
-    return (mark.line + 1, mark.column + 1) if mark else (0, 0)
 
 
 def _field_names(location: Sequence[Any]) -> list[str]:
