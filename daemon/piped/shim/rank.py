@@ -44,7 +44,7 @@ class Rank:
         self.directory = directory
         self.pid = 0
         self.starttime = 0
-        self.by_supervisor = False
+        self._stopped_with: signal.Signals | None = None  # the first signal of a stop
         self.ended: Ended | None = None
         self.is_over = False  # ended, drained and recorded
         self.drain_until_s = 0.0
@@ -170,13 +170,25 @@ class Rank:
         self.close_channel()
         self.kill()
 
-    def terminate(self) -> None:
-        """Ask the worker to end."""
-        self._signal(signal.SIGTERM)
+    def stop(self, number: signal.Signals) -> None:
+        """Begin to end the worker, once: SIGTERM asks, SIGKILL (which `kill` repeats) does not."""
+        if self._stopped_with is None:
+            self._stopped_with = number
+            self._signal(number)
 
     def kill(self) -> None:
         """End the worker and its process group at once."""
         self._signal(signal.SIGKILL)
+
+    @property
+    def by_supervisor(self) -> bool:
+        """Say whether a stop ended it, rather than that it ended by itself while the stop was under way."""
+        if self._stopped_with is None or self.ended is None:
+            return False
+        if self.ended.signal is not None:
+            return self.ended.signal in (signal.SIGTERM, signal.SIGKILL)
+        is_caught = self._stopped_with is signal.SIGTERM  # it may have: an exit code then answers the signal
+        return is_caught and not self.last_messages.keys() & {"failed", "done"}
 
     def end(self, ended: Ended) -> None:
         """Note the exit; what is left of its group dies with it."""

@@ -183,10 +183,7 @@ class Supervisor:
         self._is_stopping = True
         now_s = time.monotonic()
         for rank in self._running():
-            if not rank.by_supervisor:
-                rank.by_supervisor = True
-                if grace_s > 0:
-                    rank.terminate()
+            rank.stop(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
         self._kill_at_s = min(self._kill_at_s or now_s + grace_s, now_s + grace_s) if self._running() else None
         self._on_time()
 

@@ -195,6 +195,16 @@ def test_stop_gives_a_polite_worker_its_grace(shim: Shim) -> None:
     assert shim.log(0).endswith("leaving\n")
 
 
+def test_a_worker_that_fails_during_a_stop_ended_by_itself(shim: Shim) -> None:
+    daemon = Daemon(shim.directory)
+    daemon.say(type="start", ranks=[shim.order(0, "fail_at_sigterm")])
+    daemon.hear("beat")
+    daemon.say(type="stop", grace_s=15.0)
+    exited = daemon.hear("exited")
+    assert (exited["code"], exited["by_supervisor"]) == (1, False)
+    assert shim.record(0)["by_supervisor"] is False
+
+
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(shim: Shim) -> None:
     daemon = Daemon(shim.directory)
     daemon.say(type="start", ranks=[shim.order(0, "ignore")])

@@ -50,6 +50,14 @@ def fail(channel, assign):
     sys.exit(1)
 
 
+def fail_at_sigterm(channel, assign):
+    """What a victim does whose neighbour was stopped a moment earlier: its end is its own, whatever signal came."""
+    signal.signal(signal.SIGTERM, lambda *_: fail(channel, assign))
+    channel.say(type="beat", step=1, action="F0", section="step")
+    while True:
+        time.sleep(0.05)
+
+
 def wait(channel, assign):
     step = 0
     while True:
@@ -108,7 +116,7 @@ def until_file(channel, assign):
     sys.exit(code)
 
 
-ACTS = {f.__name__: f for f in (done, fail, wait, ignore, polite, litter, flood, babble, until_file)}
+ACTS = {f.__name__: f for f in (done, fail, fail_at_sigterm, wait, ignore, polite, litter, flood, babble, until_file)}
 
 if __name__ == "__main__":
     main()
