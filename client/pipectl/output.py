@@ -103,10 +103,8 @@ def progress_line(job: jobs_pb2.Job) -> str:
         return f"{name}: {safe(job.pending_reason)}" if job.pending_reason else name
     progress = job.progress
     if progress.step:
-        return (
-            f"{name}: step {progress.step}/{progress.steps}, loss {progress.loss:.4f}, "
-            f"{progress.tokens_per_s / 1000:.1f}k tokens/s"
-        )
+        speed = f", {progress.tokens_per_s / 1000:.1f}k tokens/s" if progress.tokens_per_s else ""
+        return f"{name}: step {progress.step}/{progress.steps}, loss {progress.loss:.4f}{speed}"
     joined = sum(worker.state == jobs_pb2.WORKER_STATE_JOINED for worker in job.workers)
     return f"{name}: {joined} of {len(job.workers)} workers joined" if job.workers else name
 

@@ -54,8 +54,13 @@ def _job_row(job: jobs_pb2.Job, *, wide: bool) -> list[object]:
     ]
     if wide:
         pipeline = job.spec.pipeline
-        row += [pipeline.stages, pipeline.replicas, pipeline.schedule, job.pending_reason or job.failure.message or "-"]
+        row += [pipeline.stages, pipeline.replicas, pipeline.schedule, _why(job)]
     return row
+
+
+def _why(job: jobs_pb2.Job) -> str:
+    failure = output.failure_text(job).partition("\n")[0] if job.HasField("failure") else ""
+    return job.pending_reason or failure or "-"
 
 
 def _show_nodes(nodes: list[cluster_pb2.Node], form: str, *, single: bool) -> None:

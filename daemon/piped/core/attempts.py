@@ -224,7 +224,7 @@ def settle(draft: Draft, attempt: Attempt) -> None:
         jobs.requeue(draft, job.job_id, attempt.stop_trigger)
     else:
         assert attempt.verdict is not None
-        jobs.end(draft, job.job_id, JobState.FAILED, attempt.verdict.message, attempt.verdict)
+        jobs.end(draft, job.job_id, JobState.FAILED, attempt.verdict.sentence, attempt.verdict)
 
 
 def _stop(draft: Draft, attempt: Attempt, outcome: AttemptState, trigger: str, *, grace_s: float) -> None:
@@ -281,7 +281,8 @@ def _advance(worker: Worker, event: events.WorkerFact) -> Worker:
         case events.WorkerJoined():
             return replace(_raise(worker, WorkerState.JOINED), has_joined=True)
         case events.WorkerDone():
-            return replace(_raise(worker, WorkerState.JOINED), has_joined=True, is_done=True, done_step=event.step)
+            worker = replace(_raise(worker, WorkerState.JOINED), has_joined=True, is_done=True)
+            return replace(worker, done_step=event.step, done_loss=event.loss)
         case events.WorkerFailed() if worker.report is None:
             return replace(worker, report=event.report, failed_boottime_ns=event.boottime_ns)
         case events.WorkerExited() if worker.exit_code is None and worker.exit_signal is None:

@@ -126,7 +126,10 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt failed and which rank failed first; rank -1: none is to blame."""
+    """Why an attempt failed and which rank failed first; rank -1: none is to blame.
+
+    `message` says what happened to that rank and leaves its name to `rank`, `node_name` and `stages`.
+    """
 
     reason: FailureReason
     message: str
@@ -136,6 +139,11 @@ class Failure:
     step: int = -1
     traceback: str = ""
     log_tail: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Return the message with the rank and node that it speaks of."""
+        return f"rank {self.rank} on {self.node_name}: {self.message}" if self.rank >= 0 else self.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +204,7 @@ class Worker:
     has_joined: bool = False  # also after it ended
     is_done: bool = False
     done_step: int = 0  # steps finished when it said done
+    done_loss: float = 0.0  # of that step
     report: WorkerReport | None = None
     exit_code: int | None = None
     exit_signal: int | None = None

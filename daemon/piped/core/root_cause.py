@@ -59,7 +59,7 @@ def _blame(attempt: Attempt, worker: Worker, nodes: Mapping[str, Node], note: st
     report = worker.report
     return Failure(
         reason=reason,
-        message=f"rank {worker.rank} on {place.node_name}: {message}{note}",
+        message=f"{message}{note}",
         rank=worker.rank,
         node_name=place.node_name,
         stages=place.stages,
@@ -103,14 +103,14 @@ def _blame_of_victims(attempt: Attempt, victims: Sequence[Worker], nodes: Mappin
     if _is_lost(nodes, place.node_id):
         return Failure(
             FailureReason.NODE_LOST,
-            f"rank {rank}: contact with node {place.node_name} was lost",
+            f"contact with node {place.node_name} was lost",
             rank,
             place.node_name,
             place.stages,
         )
     return Failure(
         FailureReason.INFRA,
-        f"rank {rank} on {place.node_name}: its neighbours lost contact with it, and it reported nothing itself",
+        "its neighbours lost contact with it, and it reported nothing itself",
         rank,
         place.node_name,
         place.stages,
@@ -151,7 +151,7 @@ def _stopped_from_outside(attempt: Attempt) -> Failure:
     place = attempt.placement[stopped[0].rank]
     return Failure(
         FailureReason.INFRA,
-        f"rank {place.rank} was stopped by its own node {place.node_name}, which was not asked to",
+        f"stopped by its own node {place.node_name}, which was not asked to",
         place.rank,
         place.node_name,
         place.stages,

@@ -33,13 +33,12 @@ def main() -> int:
         from piped.worker.train import train
 
         logs.configure()
-        step = train(assignment, link)
-        link.send("done", step=step)
+        link.send("done", **train(assignment, link))
         status = 0
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             return 130
-        text = traceback.format_exc()
+        text = traceback_of(error)
         print(text, file=sys.stderr, flush=True)
         link.send("failed", **describe_failure(error, text))
     link.flush()
@@ -76,6 +75,17 @@ def describe_failure(error: BaseException, text: str) -> dict[str, Any]:
         "traceback": text[-60_000:],
         "step": step,
     }
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of what went wrong, without the wrappers that carried it here, and where it did."""
+    where, root = "", error
+    while root.__cause__ is not None:
+        if type(root).__name__ == "StageError":  # by name: stagekit may be what can't be imported
+            where = str(root).partition(f": {type(root.__cause__).__name__}")[0]
+        root = root.__cause__
+    text = "".join(traceback.format_exception(root))
+    return f"{text}raised in {where}\n" if where else text
 
 
 def _is_transport_text(error: BaseException) -> bool:

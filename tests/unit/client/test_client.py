@@ -6,6 +6,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from pipeapi.v1 import jobs_pb2
 from pipectl import api, jobfile, output, pictures
 from pipectl.__main__ import COMMANDS, main
 from pipectl.pictures import Span
@@ -120,3 +121,16 @@ def test_a_gantt_has_a_line_per_rank_with_forwards_backwards_and_bubbles():
     assert pictures.gantt(spans, width=6).splitlines() == ["  rank 0 │0···aa│", "  rank 1 │·0aa··│"]
     assert pictures.busy_share(spans) == pytest.approx(0.5)
     assert "nothing" in pictures.gantt([])
+
+
+def test_a_failure_names_its_rank_once():
+    failure = jobs_pb2.Failure(
+        reason=jobs_pb2.FAILURE_REASON_SIGNALLED,
+        rank=1,
+        stages=[1],
+        node_name="n1",
+        step=-1,
+        message="killed by signal 9",
+    )
+    job = jobs_pb2.Job(state=jobs_pb2.JOB_STATE_FAILED, failure=failure)
+    assert output.failure_text(job) == "SIGNALLED: rank 1 (stages [1]) on n1: killed by signal 9"

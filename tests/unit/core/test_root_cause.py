@@ -26,7 +26,7 @@ def test_an_exit_that_the_supervisor_caused_counts_for_nothing():
     c = running(3).fail(0, peer_rank=1, **TRANSPORT).exit(2, code=None, signal=9, by_supervisor=True)
     c.exit(1, code=None, signal=11)
     assert (verdict(c).rank, verdict(c).reason) == (1, FailureReason.SIGNALLED)
-    assert verdict(c).message == "rank 1 on n1: killed by signal 11"
+    assert verdict(c).message == "killed by signal 11"
 
 
 def test_a_victim_points_at_the_rank_that_said_nothing():
