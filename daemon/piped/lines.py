@@ -11,7 +11,7 @@ worker → shim → daemon (an inherited socketpair whose number is in PIPED_FD,
     metrics    {samples: [{name, labels, value} | {name, labels, buckets, sum}]}   cumulative, once a second and at exit;
                buckets: len(BUCKETS_S) + 1 counts, each of its own bucket alone, the last for +Inf
     failed     {is_transport, is_numeric, peer_rank, message, traceback, step}     before exit 1
-    done       {step}                          before exit 0
+    done       {step, loss}                    before exit 0: steps finished, the loss of the last
 
 daemon → shim → worker:
     assign     the first line: job_id, attempt, fence, rank, world_size, ranks (list of {rank, replica, stages,

@@ -27,12 +27,18 @@ class Metric:
 # From the workers. Series without a stage label come from the last stage of replica 0 only, else sums multiply.
 WORKER_METRICS = (
     Metric("piped_chunk_duration_seconds", "histogram", "Compute of one chunk in one stage.", ("stage", "phase")),
-    Metric("piped_chunk_latency_seconds", "histogram",
-           "A chunk's way through the pipeline: first stage's start to last stage's forward end (phase forward), "
-           "from there to the first stage's backward end (phase backward).", ("phase",)),
+    Metric(
+        "piped_chunk_latency_seconds",
+        "histogram",
+        "A chunk's way through the pipeline: first stage's start to last stage's forward end (phase forward), "
+        "from there to the first stage's backward end (phase backward).",
+        ("phase",),
+    ),
     Metric("piped_p2p_wait_seconds", "histogram", "Time a stage waited for a transfer.", ("stage", "direction")),
     Metric("piped_p2p_bytes", "counter", "Bytes handed to the transport.", ("stage", "direction")),
-    Metric("piped_grad_sync_seconds", "histogram", "All-reduce of one stage's gradients over its replicas.", ("stage",)),
+    Metric(
+        "piped_grad_sync_seconds", "histogram", "All-reduce of one stage's gradients over its replicas.", ("stage",)
+    ),
     Metric("piped_optimizer_duration_seconds", "histogram", "Optimizer step of one stage.", ("stage",)),
     Metric("piped_bubble_seconds", "counter", "Time of a step in which the stage's rank did not compute.", ("stage",)),
     Metric("piped_step_duration_seconds", "histogram", "One training step, optimizer included."),
@@ -47,8 +53,12 @@ WORKER_METRICS = (
 
 # Made by the node daemon from what the coordinator wants and what it observes.
 NODE_METRICS = (
-    Metric("piped_job_info", "gauge", "Constant 1 with the job's shape.",
-           ("name", "schedule", "stages", "chunks", "world_size")),
+    Metric(
+        "piped_job_info",
+        "gauge",
+        "Constant 1 with the job's shape.",
+        ("name", "schedule", "stages", "chunks", "world_size"),
+    ),
     Metric("piped_worker_info", "gauge", "Constant 1: where a stage runs.", ("stage", "rank", "node", "device")),
     Metric("piped_job_state", "gauge", "1 for the state that the job is in on this node, else 0.", ("state",)),
     Metric("piped_job_attempt", "gauge", "Number of the attempt."),

@@ -121,7 +121,7 @@ def fact_from_proto(node_id: str, fact: nodes_pb2.Fact) -> events.Fact | None:
         case "worker_failed":
             return events.WorkerFailed(node_id, fence, rank, _report_from_proto(fact.worker_failed), fact.boottime_ns)
         case "worker_done":
-            return events.WorkerDone(node_id, fence, rank, fact.worker_done.step)
+            return events.WorkerDone(node_id, fence, rank, fact.worker_done.step, fact.worker_done.loss)
         case "exited":
             exited = fact.exited
             return events.WorkerExited(
@@ -217,8 +217,9 @@ def job_to_proto(job: Job, attempt: Attempt | None, progress: Mapping[int, Progr
         reporter = reporting_rank(job.spec, attempt)
         if reporter in progress:
             message.progress.CopyFrom(_progress_to_proto(progress[reporter]))
-        if attempt.workers[reporter].is_done:  # newer than its last beat
-            message.progress.step, message.progress.steps = attempt.workers[reporter].done_step, job.spec.steps
+        if (done := attempt.workers[reporter]).is_done:  # newer than its last beat, and known after a restart
+            message.progress.step, message.progress.steps = done.done_step, job.spec.steps
+            message.progress.loss = done.done_loss
         if attempt.outcome is AttemptState.FAILED:
             failure = failure or attempt.verdict
     if failure is not None:

@@ -59,7 +59,7 @@ CREATE TABLE reservations (
 CREATE TABLE workers (
   fence INTEGER NOT NULL REFERENCES attempts, rank INTEGER NOT NULL, state TEXT NOT NULL, pid INTEGER NOT NULL,
   starttime INTEGER NOT NULL, has_joined INTEGER NOT NULL, is_done INTEGER NOT NULL, done_step INTEGER NOT NULL,
-  report TEXT, exit_code INTEGER, exit_signal INTEGER, by_supervisor INTEGER NOT NULL,
+  done_loss REAL NOT NULL, report TEXT, exit_code INTEGER, exit_signal INTEGER, by_supervisor INTEGER NOT NULL,
   failed_boottime_ns INTEGER NOT NULL, log_tail TEXT NOT NULL, PRIMARY KEY (fence, rank)) STRICT;
 CREATE TABLE events (
   event_seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, name TEXT NOT NULL, reason TEXT NOT NULL, job_id TEXT NOT NULL,
@@ -135,8 +135,8 @@ def placement_from(row: Row) -> RankPlacement:
 
 
 def worker_row(fence: int, worker: Worker) -> Row:
-    scalars = ("rank", "pid", "starttime", "done_step", "exit_code", "exit_signal", "failed_boottime_ns", "log_tail")
-    row = {name: getattr(worker, name) for name in scalars}
+    scalars = ("rank", "pid", "starttime", "done_step", "done_loss", "exit_code", "exit_signal", "failed_boottime_ns")
+    row = {name: getattr(worker, name) for name in (*scalars, "log_tail")}
     row |= {"fence": fence, "state": worker.state.value}
     return row | {
         "has_joined": int(worker.has_joined),

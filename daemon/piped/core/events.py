@@ -144,6 +144,7 @@ class WorkerDone:
     fence: int
     rank: int
     step: int
+    loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

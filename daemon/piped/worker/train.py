@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from piped.worker.link import Link
 from piped.worker.observe import Observer, plan_summary
-from stagekit.load import load_program
 from stagekit.api import Pipeline, capture_model, plan_pipeline
 from stagekit.errors import BugError, UserError
+from stagekit.load import load_program
 from stagekit.program import Batch
 from stagekit.run import checkpoint
 from stagekit.run.runtime import Run
@@ -100,10 +100,10 @@ class Assignment:
         return self.rank % (self.world_size // int(self.spec["pipeline"]["replicas"]))
 
 
-def train(message: dict[str, Any], link: Link) -> int:
-    """Run the whole job on this rank; return the number of steps. Raises TrainingError."""
+def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
+    """Run the whole job on this rank; return the fields of its `done` message. Raises TrainingError."""
     run: Run | None = None
-    step = -1
+    step, loss = -1, 0.0
     try:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         job = Assignment.from_message(message)
@@ -123,11 +123,11 @@ def train(message: dict[str, Any], link: Link) -> int:
         log.info("worker_joined", rank=job.rank, stages=list(run.own_stages), parameters=len(parameters))
         batches = _batches(job, program, run)
         for step in range(steps):
-            train_step(job, program, run, observer, optimizer, batches, step, counter)
+            loss = train_step(job, program, run, observer, optimizer, batches, step, counter)
         check_replicas(run)
         save(job, run)
         observer.send_metrics()
-        return steps
+        return {"step": steps, "loss": loss}
     except Exception as error:
         raise TrainingError(step, run) from error
 
@@ -251,8 +251,8 @@ def train_step(
     batches: Iterator[Batch] | None,
     step: int,
     counter: TokenCounter,
-) -> None:
-    """Run step number `step` (from 0): data, pipeline, clipping, optimizer, report."""
+) -> float:
+    """Run step number `step` (from 0): data, pipeline, clipping, optimizer, report. Return its loss."""
     traced: list[tuple[Any, ...]] = []
     unhook = run.on_action(lambda *event: traced.append(event)) if step in job.spec["observe"]["trace_steps"] else None
     batch = _next(batches, step) if batches is not None else None
@@ -278,6 +278,7 @@ def train_step(
         program.on_step(step, metrics)
         if (step + 1) % job.spec["train"]["log_every"] == 0 or step == 0:
             log.info("step", step=step + 1, loss=round(loss, 4), tokens_per_s=round(metrics["tokens_per_s"]))
+    return loss
 
 
 def _next(batches: Iterator[Batch], step: int) -> Batch:

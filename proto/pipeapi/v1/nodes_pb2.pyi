@@ -260,10 +260,12 @@ class WorkerFailed(_message.Message):
     def __init__(self, is_transport: _Optional[bool] = ..., peer_rank: _Optional[int] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., step: _Optional[int] = ..., is_numeric: _Optional[bool] = ...) -> None: ...
 
 class WorkerDone(_message.Message):
-    __slots__ = ("step",)
+    __slots__ = ("step", "loss")
     STEP_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
     step: int
-    def __init__(self, step: _Optional[int] = ...) -> None: ...
+    loss: float
+    def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class Exited(_message.Message):
     __slots__ = ("code", "signal", "by_supervisor", "log_tail")
