@@ -143,6 +143,7 @@ def test_the_structural_check_refuses_a_custom_backward_and_accepts_a_plain_mode
 def test_burned_in_constants_and_structure_are_checked() -> None:
     captured = capture(Masked(), (torch.randn(4, 6),), {"flag": True})
     assert len(captured.flatten_inputs((torch.randn(3, 6),), {"flag": True})) == 2
+    assert captured.flatten_inputs((None,), {"flag": True})[0] is None
     with pytest.raises(ShapeError, match=r"kwargs\['flag'\] is False, but True was burned in"):
         captured.flatten_inputs((torch.randn(3, 6),), {"flag": False})
     with pytest.raises(ShapeError, match="pass the same structure"):
