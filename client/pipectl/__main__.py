@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -26,6 +28,15 @@ COMMANDS = {
 
 class LazyGroup(click.Group):
     """A group that knows its commands by name and imports one only to run it."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """As click's, but Ctrl-C ends with 130, as a shell would say it."""
+        try:
+            return super().main(*args, **kwargs)
+        except SystemExit as end:
+            if isinstance(end.__context__, click.Abort):
+                sys.exit(130)
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

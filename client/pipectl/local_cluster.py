@@ -1,11 +1,13 @@
 """A coordinator and node daemons as real processes of this machine, in one temporary folder; gone without a trace.
 
 Used by `pipectl demo`. Every process has a session of its own, so that Ctrl-C reaches pipectl alone and the end is in
-order: nodes stop their workers, then the coordinator leaves, then whatever is left of this folder is killed.
+order: nodes stop their workers, then the coordinator leaves, then whatever is left of this folder is killed. The end
+itself can't be interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,32 +17,25 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 
 from pipectl.errors import CommandError, Exit
+from pipectl.interrupts import Interrupts
 
 START_S = 30.0
 STOP_S = 8.0
 
 
 class LocalCluster:
-    """Context manager: started when entered, stopped and removed when left, whatever happened."""
+    """`start` it inside a `try` whose `finally` calls `stop`, whatever happened in between.
 
-    def __init__(self, *, nodes: int, slots: int) -> None:
+    No context manager: a signal between entering one and its first statement would leave processes behind.
+    """
+
+    def __init__(self, interrupts: Interrupts, *, nodes: int, slots: int) -> None:
+        self._interrupts = interrupts
         self._nodes, self._slots = nodes, slots
         self._processes: list[subprocess.Popen[bytes]] = []  # coordinator first
-
-    def __enter__(self) -> LocalCluster:
-        self.folder = Path(tempfile.mkdtemp(prefix="pipectl-demo-"))
-        try:
-            self._start()
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._stop()
+        self.folder: Path | None = None
 
     @property
     def coordinator(self) -> str:
@@ -57,10 +52,14 @@ class LocalCluster:
         return [str(self._endpoints(f"node{n}")["metrics"]) for n in range(self._nodes)]
 
     def _endpoints(self, name: str) -> dict[str, object]:
+        assert self.folder is not None, "not started"
         data: dict[str, object] = json.loads((self.folder / name / "endpoints.json").read_text())
         return data
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Return once every process listens. Raises CommandError with the log of one that does not."""
+        with self._interrupts.held_off():
+            self.folder = Path(tempfile.mkdtemp(prefix="pipectl-demo-"))
         free = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--health", "127.0.0.1:0"]
         self._launch("coordinator", ["coordinator", *free])
         for n in range(self._nodes):
@@ -68,14 +67,15 @@ class LocalCluster:
             self._launch(f"node{n}", ["node", *flags, "--slots", str(self._slots), "--stop-workers-on-exit"])
 
     def _launch(self, name: str, arguments: list[str]) -> None:
+        assert self.folder is not None
         state = self.folder / name
         state.mkdir()
         command = [sys.executable, "-m", "piped", *arguments, "--state-dir", str(state)]
-        with (self.folder / f"{name}.log").open("wb") as log:
+        with self._interrupts.held_off(), (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.folder
             )
-        self._processes.append(process)
+            self._processes.append(process)
         deadline = time.monotonic() + START_S
         while not (state / "endpoints.json").exists():
             if process.poll() is not None or time.monotonic() > deadline:
@@ -83,37 +83,37 @@ class LocalCluster:
                 raise CommandError(f"{name} did not start:\n{text}", Exit.JOB_FAILED)
             time.sleep(0.02)
 
-    def _stop(self) -> None:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it behind
-        try:
-            for process in reversed(self._processes):
+    def stop(self) -> None:
+        """Stop every process and remove the folder. From here on no signal interrupts; call it twice to be sure."""
+        self._interrupts.end()
+        nodes, coordinator = self._processes[1:], self._processes[:1]
+        for group in (nodes, coordinator):
+            for process in group:
                 process.terminate()
             deadline = time.monotonic() + STOP_S
-            for process in reversed(self._processes):
+            for process in group:
                 try:
                     process.wait(max(0.1, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-            self._kill_rest()
+        if self.folder is not None:
+            _kill_all_of(self.folder)
             shutil.rmtree(self.folder, ignore_errors=True)
-        finally:
-            signal.signal(signal.SIGINT, before)
 
-    def _kill_rest(self) -> None:
-        """Kill what still names our folder in its command line: a shim whose node died early (its workers follow it)."""
-        marker = os.fsencode(self.folder)
-        deadline = time.monotonic() + STOP_S
-        while time.monotonic() < deadline:
-            left = [pid for pid in _pids() if marker in _command_line(pid)]
-            if not left:
-                return
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            time.sleep(0.05)
+
+def _kill_all_of(folder: Path) -> None:
+    """Kill what still names the folder in its command line: a shim whose node died early (its workers follow it)."""
+    marker = os.fsencode(folder)
+    deadline = time.monotonic() + STOP_S
+    while time.monotonic() < deadline:
+        left = [pid for pid in _pids() if marker in _command_line(pid)]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _pids() -> list[int]:

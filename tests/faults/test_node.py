@@ -27,7 +27,7 @@ def test_a_killed_shim_takes_its_workers_along_and_the_job_fails_naming_the_node
     at_step(cluster, job_id, 3)
     alone = next(worker for worker in cluster.api.get(job_id).workers if worker.rank == 2)
     (folder,) = [path for path in cluster.attempt_dirs(job_id) if path.parents[1].name == alone.node_name]
-    marker = json.loads((folder / "attempt.json").read_text())["marker"]
+    marker = f"PIPED_SHIM={json.loads((folder / 'attempt.json').read_text())['marker']}"
     os.kill(json.loads((folder / "shim.json").read_text())["pid"], signal.SIGKILL)
     assert not wait_for_no_process_of(None, {marker}, timeout_s=2.0)
     ended = cluster.wait_for(job_id, "FAILED")

@@ -108,9 +108,9 @@ class Cluster:
         assert not still, f"still listening: {still}"
 
     def markers(self) -> set[str]:
-        """Return the PIPED_SHIM of every attempt that the nodes keep."""
+        """Return PIPED_SHIM=… of every attempt that the nodes keep."""
         files = self.folder.glob("node*/attempts/*/attempt.json")
-        return {json.loads(file.read_text())["marker"] for file in files}
+        return {f"PIPED_SHIM={json.loads(file.read_text())['marker']}" for file in files}
 
     def addresses(self) -> set[str]:
         """Return every host:port that the daemons say they listen on."""
@@ -184,9 +184,9 @@ class Cluster:
 
 
 def processes_of(folder: Path | None, markers: Collection[str] = ()) -> dict[int, str]:
-    """Return live processes whose command line names `folder` or whose environment holds one of the PIPED_SHIM."""
+    """Return live processes whose command line names `folder` or whose environment has one of `markers`, NAME=value."""
     found = {}
-    name, marks = os.fsencode(folder) if folder else None, {f"PIPED_SHIM={marker}".encode() for marker in markers}
+    name, marks = os.fsencode(folder) if folder else None, {os.fsencode(marker) for marker in markers}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue

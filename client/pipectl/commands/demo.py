@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import click
@@ -20,6 +18,7 @@ from pipectl import jobfile, output, pictures
 from pipectl.api import Coordinator
 from pipectl.commands import describe
 from pipectl.errors import CommandError, Exit
+from pipectl.interrupts import Interrupts
 from pipectl.local_cluster import LocalCluster
 from pipectl.pictures import Span
 
@@ -40,17 +39,21 @@ def demo(steps: int) -> None:
     """Start a coordinator and 2 nodes here, train a small GPT in 4 stages on English text, show everything, clean up."""
     if not jobfile.has_torch():
         raise CommandError("the demo trains a model, but torch is not installed here", Exit.USAGE, "pip install torch")
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupts = Interrupts()
+    cluster = LocalCluster(interrupts, nodes=2, slots=2)
     try:
-        with LocalCluster(nodes=2, slots=2) as cluster:
+        try:
+            cluster.start()
             run(cluster, steps)
+        finally:
+            interrupts.end()  # a signal that comes before this has its effect still ends in the outer `finally`
     except KeyboardInterrupt:
+        interrupts.end()
+    finally:
+        cluster.stop()
+    if interrupts.has_come:
         output.note("\ninterrupted; every process was stopped and the temporary folder removed")
         sys.exit(int(Exit.DETACHED))
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def run(cluster: LocalCluster, steps: int) -> None:
