@@ -12,6 +12,7 @@ import queue
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from piped import lines
@@ -26,7 +27,9 @@ class ShimGone(Exception):
 class Link:
     """Messages to and from the shim. `send` is safe from any thread; `receive` belongs to one."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, on_gone: Callable[[], None] = lambda: None) -> None:
+        """`on_gone` is called from a thread when the shim is gone."""
+        self._on_gone = on_gone
         self._socket = socket.socket(fileno=descriptor)
         self._outbox: deque[lines.Message] = deque()
         self._changed = threading.Condition()
@@ -36,11 +39,11 @@ class Link:
         threading.Thread(target=self._read, name="link-reader", daemon=True).start()
 
     @classmethod
-    def from_environment(cls) -> Link:
+    def from_environment(cls, on_gone: Callable[[], None]) -> Link:
         """Open the link whose descriptor the shim put into PIPED_FD; children do not inherit it."""
         descriptor = int(os.environ.pop("PIPED_FD"))
         os.set_inheritable(descriptor, False)
-        return cls(descriptor)
+        return cls(descriptor, on_gone)
 
     def send(self, kind: str, **fields: Any) -> None:
         """Queue a message; returns at once."""
@@ -84,6 +87,7 @@ class Link:
                 data = b""
             if not data:
                 self._inbox.put(None)
+                self._on_gone()
                 return
             for message in reader.feed(data):
                 self._inbox.put(message)

@@ -22,7 +22,7 @@ def main() -> int:
     """Run the rank that the shim assigns; return the exit status."""
     _die_with_parent(os.getppid())
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    link = Link.from_environment()
+    link = Link.from_environment(on_gone=lambda: os._exit(1))  # a shim that died before the request for its signal
     try:
         assignment = link.receive("assign")
     except ShimGone:
