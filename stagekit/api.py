@@ -7,6 +7,7 @@ Also `PipelineStage` (one stage by hand, our ancestor's surface) and `init()` (o
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from stagekit.graph.capture import Captured, capture
 from stagekit.graph.cut import Cut
 from stagekit.plan.contract import ModelSpec, StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
+from stagekit.run.agreement import exchange_text
 from stagekit.run.chunks import default_loss_weight
 from stagekit.run.loss import LossFunction, LossWeight
 from stagekit.run.merge import flatten_rules
@@ -88,7 +90,11 @@ class Pipeline:
     """A captured model, cut and planned. Holds no weights of its own until it is deployed."""
 
     def __init__(self, cut: Cut, plan: Plan, options: RunOptions) -> None:
-        self.cut, self.plan, self.options = cut, plan, options
+        self.options = options
+        self._set_cut(cut, plan)
+
+    def _set_cut(self, cut: Cut, plan: Plan) -> None:
+        self.cut, self.plan = cut, plan
         self.source = CutSource(cut)
         self.stages = [Stage(cut, spec) for spec in plan.model.stages]
 
@@ -97,14 +103,47 @@ class Pipeline:
         return Pipeline(self.cut, self.plan, dataclasses.replace(self.options, loss_weight=loss_weight))
 
     def deploy(self, device: torch.device | str | None = None, group: dist.ProcessGroup | None = None) -> Run:
-        """Build this rank's stages. Needs an initialised process group, or a world of 1.
+        """Build this rank's stages. Needs an initialised process group, or a world of 1; called on every rank of it.
 
-        Raises UserError when the world does not fit stages / stages_per_rank × replicas.
+        Costs are measured, so two ranks may balance the same capture differently: all take the cut of the group's
+        rank 0, and `plan` and `stages` are that one's afterwards. Raises UserError when the world does not fit
+        stages / stages_per_rank × replicas.
         """
         if device is None:
             is_cuda = dist.is_initialized() and "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        check_counts(len(self.stages), self.plan.stages_per_rank, self.plan.replicas, _world_size(group))
+        self._take_cut_of_rank_0(torch.device(device), group)
         return Run(self.source, self.plan, self.options, torch.device(device), group)
+
+    def _take_cut_of_rank_0(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        if _world_size(group) == 1:
+            return
+        mine = [[stage.first_node for stage in self.plan.model.stages], self.plan.model.graph_hash]
+        comm_device = device if "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
+        first, graph_hash = json.loads(exchange_text(json.dumps(mine), group, comm_device)[0])
+        if first == mine[0] or graph_hash != mine[1] or len(first) != len(self.stages):
+            return  # the same cut; or another model, which the first step refuses with every rank's number
+        plan = self.plan
+        cut = self.cut.captured.cut(
+            "balanced", len(first), buckets=self.cut.buckets, chunks=plan.num_chunks, at_nodes=first
+        )
+        self._set_cut(
+            cut,
+            make_plan(
+                cut.spec,
+                schedule=plan.schedule,
+                num_chunks=plan.num_chunks,
+                stages_per_rank=plan.stages_per_rank,
+                replicas=plan.replicas,
+                compile=plan.compile,
+                recompute=plan.recompute,
+            ),
+        )
+
+
+def _world_size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def pipeline(

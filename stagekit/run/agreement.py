@@ -74,8 +74,8 @@ class Agreement:
         return pytree.treespec_loads(self.target.target_tree) if self.target and self.target.target_tree else None
 
 
-def exchange_text(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Return every rank's `text`, in rank order."""
+def exchange_text(text: str, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
+    """Return the `text` of every rank of `group` (None: the world), in rank order."""
     world = dist.get_world_size(group)
     raw = text.encode()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
