@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagekit.errors import BugError, PeerError, ShapeError, UserError
-from stagekit.plan.actions import Action
+from stagekit.plan.actions import Action, Op
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.lowering import lower, receive_window, routes_of
 from stagekit.plan.plan import Plan, check_counts
@@ -33,7 +33,7 @@ from stagekit.run.layout import TAG_HEADER, ChunkShapes, Placement, torch_dtype
 from stagekit.run.loss import LossFunction, LossRunner, LossWeight
 from stagekit.run.merge import Rule, merge_outputs
 from stagekit.run.stage import StageRunner
-from stagekit.run.stats import ActionHook
+from stagekit.run.stats import ActionHook, Recorder
 from stagekit.run.transport import settle
 from stagekit.run.warmup import warm_up
 
@@ -316,30 +316,29 @@ class Run:
 
     def _result(self, executor: Executor) -> StepResult:
         """Post the exchange that carries the loss and chunk times to every rank; StepResult waits for it."""
-        chunks = self.plan.num_chunks
-        status = torch.zeros(1 + 3 * chunks, dtype=torch.float64)
         runner = self._loss_runner
+        flat = [0.0] * (1 + 3 * self.plan.num_chunks)
         if runner is not None:
-            status[0] = runner.result()
+            flat[0] = runner.result()
         if self.replica == 0:
-            self._stamp(executor, status[1:].view(3, chunks))
-        status = status.to(self.groups.comm_device)
+            self._stamp(executor.recorder, flat)
+        status = torch.tensor(flat, dtype=torch.float64, device=self.groups.comm_device)
         result = StepResult(self, status, self.groups.sum_over_world(status))
         if runner is not None:
             result.losses, result.weights, result._leaves = runner.losses, runner.weights, executor.outputs()
         return result
 
-    def _stamp(self, executor: Executor, stamps: Tensor) -> None:
+    def _stamp(self, recorder: Recorder, flat: list[float]) -> None:
         """Write first stage's forward start, last stage's forward end, first stage's backward end, per chunk."""
-        base = self.clock_base_ns + self.clock_offset_ns
-        last = self.placement.last_stage
-        for (stage, op, chunk), (start, end, _) in executor.recorder.compute_ns().items():
-            if stage == 0 and op == "F":
-                stamps[0, chunk] = start - base
-            if stage == last and op == "F":
-                stamps[1, chunk] = end - base
-            if stage == 0 and op == "B":
-                stamps[2, chunk] = end - base
+        base, chunks, last = self.clock_base_ns + self.clock_offset_ns, self.plan.num_chunks, self.placement.last_stage
+        for index, action in enumerate(recorder.actions):
+            if action.op is Op.F:
+                if action.stage == 0:
+                    flat[1 + action.chunk] = recorder.start_ns[index] - base
+                if action.stage == last:
+                    flat[1 + chunks + action.chunk] = recorder.end_ns[index] - base
+            elif action.op is Op.B and action.stage == 0:
+                flat[1 + 2 * chunks + action.chunk] = recorder.end_ns[index] - base
 
     # ---- gradients and state
 

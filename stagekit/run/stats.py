@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
-from stagekit.plan.actions import COMPUTE, Action
+from stagekit.plan.actions import Action
 
 ActionHook = Callable[[int, int, int, str, int, int], None]  # rank, stage, chunk, op, t0_ns, t1_ns
 
@@ -45,11 +45,3 @@ class Recorder:
         for t0, stage, chunk, op, t1 in sorted(events):
             for hook in hooks:
                 hook(rank, stage, chunk, op, t0, t1)
-
-    def compute_ns(self) -> dict[tuple[int, str, int], tuple[int, int, int]]:
-        """Return (start, end, wait) of each compute action by (stage, op, chunk)."""
-        return {
-            (a.stage, a.op, a.chunk): (self.start_ns[i], self.end_ns[i], self.wait_ns[i])
-            for i, a in enumerate(self.actions)
-            if a.op in COMPUTE
-        }
