@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stagekit.api import Pipeline
 from stagekit.errors import BugError, StagekitError, UserError
 from stagekit.plan.contract import (
     Bucket,
@@ -45,6 +44,8 @@ from stagekit.run.transport import Work
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
+    from stagekit.api import Pipeline  # capturing is slow to import, and only `run_local` takes a pipeline
 
     PipeEnd = Connection[Any, Any]
 
