@@ -213,7 +213,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     hardware = _hardware()
-    rounds, steps, sleeps = (4, 4, 2) if options.quick else (25, 10, 12)
+    rounds, steps, sleeps = (4, 4, 2) if options.quick else (20, 8, 12)
     pairs, fours = spawn(tiny, 2, rounds, steps, timeout_s=300.0), spawn(sleepy, 4, sleeps, timeout_s=300.0)
     rows = [row for schedule in SCHEDULES for row in tiny_rows(pairs, schedule) + sleepy_rows(fours, schedule)]
     for schedule in SCHEDULES:
