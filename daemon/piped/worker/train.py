@@ -6,6 +6,7 @@ it captured something else.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -119,6 +120,9 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
         observer = Observer(link, run, job.folder, steps=steps, expected=expected)
         parameters = [(name, p) for name, p in run.named_parameters() if p.requires_grad]
         optimizer = program.optimizer(parameters) if parameters else None
+        gc.collect()
+        gc.freeze()  # what is there now stays: a full collection during a step need not look at it
+        gc.enable()
         link.send("joined")
         log.info("worker_joined", rank=job.rank, stages=list(run.own_stages), parameters=len(parameters))
         batches = _batches(job, program, run)
