@@ -62,9 +62,12 @@ class LocalCluster:
             self.folder = Path(tempfile.mkdtemp(prefix="pipectl-demo-"))
         free = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--health", "127.0.0.1:0"]
         self._launch("coordinator", ["coordinator", *free])
+        self._wait_for("coordinator", self._processes[0])
         for n in range(self._nodes):
             flags = ["--coordinator", self.coordinator, "--name", f"node{n}", "--metrics", "127.0.0.1:0"]
             self._launch(f"node{n}", ["node", *flags, "--slots", str(self._slots), "--stop-workers-on-exit"])
+        for n, process in enumerate(self._processes[1:]):
+            self._wait_for(f"node{n}", process)
 
     def _launch(self, name: str, arguments: list[str]) -> None:
         assert self.folder is not None
@@ -76,8 +79,11 @@ class LocalCluster:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.folder
             )
             self._processes.append(process)
+
+    def _wait_for(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        assert self.folder is not None
         deadline = time.monotonic() + START_S
-        while not (state / "endpoints.json").exists():
+        while not (self.folder / name / "endpoints.json").exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 text = (self.folder / f"{name}.log").read_text(errors="replace")[-2000:]
                 raise CommandError(f"{name} did not start:\n{text}", Exit.JOB_FAILED)
