@@ -94,7 +94,14 @@ def split(
     if len(groups) <= 1:
         compiled = compile_fn(gm, list(example_inputs))
         if dump_dir is not None:
-            dump(Path(dump_dir), report=str(report), original=gm, split=None, buckets=[gm], arguments=[list(example_inputs)])
+            dump(
+                Path(dump_dir),
+                report=str(report),
+                original=gm,
+                split=None,
+                buckets=[gm],
+                arguments=[list(example_inputs)],
+            )
         return SplitResult(compiled, report)
     outer, buckets = build_chain(gm, groups)
     arguments = _compile_chain(outer, example_inputs, compile_fn)
@@ -185,7 +192,9 @@ def group_nodes(graph: fx.Graph, weights: Mapping[fx.Node, Weights], rule: Bucke
     return [Group(tuple(m), tuple(h), sum(h.values())) for m, h in _fuse(graph, in_order)]
 
 
-def _fuse(graph: fx.Graph, groups: list[tuple[list[fx.Node], dict[str, int]]]) -> list[tuple[list[fx.Node], dict[str, int]]]:
+def _fuse(
+    graph: fx.Graph, groups: list[tuple[list[fx.Node], dict[str, int]]]
+) -> list[tuple[list[fx.Node], dict[str, int]]]:
     """Merge a parameterless preamble, and any bucket whose outputs nobody needs, into the following bucket."""
     result: list[tuple[list[fx.Node], dict[str, int]]] = []
     for members, held in groups:

@@ -8,6 +8,7 @@ to graph.normalise and graph.aliasing, cutting to graph.cut. Called by stagekit.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import sys
 import traceback
@@ -104,23 +105,25 @@ class Captured:
 
         Raises ShapeError if the structure or a burned-in constant differs from the example's.
         """
-        leaves, tree = flatten_named(args, kwargs or {})
-        if tree != self.in_tree:
+        try:  # compares keys as a set, so that keywords and dicts may come in any order
+            values = self.in_tree.flatten_up_to((tuple(args), dict(kwargs or {})))
+        except ValueError:
+            leaves, _ = flatten_named(args, kwargs or {})
             raise ShapeError(
                 f"the arguments are built like {[leaf.name for leaf in leaves]}, the captured example like "
                 f"{[given.name for given in self.inputs]}; pass the same structure"
-            )
-        for leaf, expected in zip(leaves, self.inputs, strict=True):
-            if expected.tensor is not None and leaf.value is None:
+            ) from None
+        for value, expected in zip(values, self.inputs, strict=True):
+            if expected.tensor is not None and value is None:
                 continue  # another rank passes it
-            if (expected.tensor is None) != (not isinstance(leaf.value, Tensor)):
-                raise ShapeError(f"{leaf.name} is a {type(leaf.value).__name__}; the captured example differs there")
-            if expected.tensor is None and leaf.value != expected.constant:
+            if (expected.tensor is None) != (not isinstance(value, Tensor)):
+                raise ShapeError(f"{expected.name} is a {type(value).__name__}; the captured example differs there")
+            if expected.tensor is None and value != expected.constant:
                 raise ShapeError(
-                    f"{leaf.name} is {leaf.value!r}, but {expected.constant!r} was burned in at capture; "
+                    f"{expected.name} is {value!r}, but {expected.constant!r} was burned in at capture; "
                     "capture again, or pass it as a tensor"
                 )
-        return [leaf.value for leaf in leaves]
+        return list(values)
 
     def unflatten_output(self, leaves: Sequence[Any]) -> Any:
         """Rebuild what the model returns from its leaves: dicts, dataclasses, tuples."""
@@ -155,13 +158,9 @@ def capture(
         captured = _captured(exported, mode, skeleton, module, source, leaves, split_dims, in_tree, device_type)
         if not check:
             return captured
-        return _with(captured, self_check=self_check(captured, model, leaves, seed))
-
-
-def _with(captured: Captured, **changes: Any) -> Captured:
-    import dataclasses
-
-    return dataclasses.replace(captured, **changes)
+        verdict = self_check(captured, model, leaves, seed)
+        symbols = captured.symbols.with_minimum(verdict.minimum)
+        return dataclasses.replace(captured, self_check=verdict.kind, symbols=symbols)
 
 
 def _supported(device: str) -> str:
@@ -343,8 +342,10 @@ def _settle(
         storages = propagate(graph, fakes, mode)
         kept = frozenset(storages[name] for name in origins if name in storages and name not in inputs)
         changed = functionalise(graph, storages, kept)
-        changed = changed or clone_written_inputs(graph, storages, inputs) or snapshot_buffers(
-            graph, storages, set(fakes) - inputs
+        changed = (
+            changed
+            or clone_written_inputs(graph, storages, inputs)
+            or snapshot_buffers(graph, storages, set(fakes) - inputs)
         )
         if not changed:
             return storages

@@ -116,7 +116,9 @@ def _at_paths(layout: Layout, names: Sequence[str], stages: int) -> Choice:
     for name in names:
         if name not in begins_at:
             near = difflib.get_close_matches(name, begins_at, 3, 0.4)
-            raise SplitError(f"split: no operation of the model is in a module {name!r}; nearest: {', '.join(near) or 'none'}")
+            raise SplitError(
+                f"split: no operation of the model is in a module {name!r}; nearest: {', '.join(near) or 'none'}"
+            )
         position = begins_at[name]
         if position not in set(layout.legal):
             usable = [other for other, at in begins_at.items() if at in set(layout.legal)]
@@ -126,7 +128,9 @@ def _at_paths(layout: Layout, names: Sequence[str], stages: int) -> Choice:
                 f"spans it; nearest that can: {', '.join(near) or 'none'}"
             )
         if position <= positions[-1]:
-            raise SplitError(f"split: {name!r} runs before the path in front of it; list the paths in the order they run")
+            raise SplitError(
+                f"split: {name!r} runs before the path in front of it; list the paths in the order they run"
+            )
         positions.append(position)
     return Choice(tuple(positions), f"at {', '.join(names)}" if names else "one stage")
 

@@ -124,7 +124,13 @@ def _nearest(name: str, used: Sequence[set[str]]) -> int:
 
 
 def _stage_spec(
-    captured: Captured, layout: Layout, choice: Choice, chain: Chain, index: int, owned: list[str], rule: BucketRule | None
+    captured: Captured,
+    layout: Layout,
+    choice: Choice,
+    chain: Chain,
+    index: int,
+    owned: list[str],
+    rule: BucketRule | None,
 ) -> StageSpec:
     stage = chain.stages[index]
     parameters = tuple(
@@ -181,4 +187,3 @@ def _with_unread(groups: Sequence[Group], sizes: dict[str, int]) -> tuple[Bucket
         last = buckets.pop() if buckets else Bucket(0, ())
         buckets.append(Bucket(last.size_bytes + sum(sizes[n] for n in unread), last.parameters + unread))
     return tuple(buckets)
-

@@ -89,7 +89,9 @@ def make_stage_module(
     """Return stage `stage` with real values on `device`, its buckets compiled with backend `compile`."""
     captured, spec = cut.captured, cut.spec.stages[stage.index]
     if torch.device(device).type != captured.device and torch.device(device).type != "meta":
-        raise UserError(f"the model was captured for {captured.device}; capture it with device={str(device)!r} to run there")
+        raise UserError(
+            f"the model was captured for {captured.device}; capture it with device={str(device)!r} to run there"
+        )
     tensors = _materialise(cut, stage, device, dtype)
     constants = {s.name for s in stage.states if s.kind == "constant"}
     module = StageModule(spec, tensors, captured.persistent - constants)
@@ -161,5 +163,3 @@ def _is_dynamic(examples: list[Any]) -> bool:
     """Tell whether any size differs between chunks; static graphs compile to faster code."""
     sizes = [size for t in examples if isinstance(t, Tensor) for size in t.size()]
     return any(isinstance(value, torch.SymInt) for value in (*sizes, *examples))
-
-

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from stagekit.errors import CaptureError
 from stagekit.graph.build import build_for_real, named_tensors
 from stagekit.graph.propagate import entered
 from stagekit.graph.specs import Leaf
+from stagekit.plan.contract import Symbol
 
 if TYPE_CHECKING:
     from stagekit.graph.capture import Captured
@@ -27,27 +29,62 @@ if TYPE_CHECKING:
 _RELATIVE = 1e-4  # of a tensor's largest element: functional twins and cleared strides may change sums slightly
 
 
-def self_check(captured: Captured, model: nn.Module | Callable[[], nn.Module], leaves: list[Leaf], seed: int) -> str:
-    """Return "values" or "structural"; raise CaptureError naming the first thing that differs."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a capture was checked ("values" or "structural"), and the smallest size of each symbol that it holds for."""
+
+    kind: str
+    minimum: Mapping[str, int]
+
+
+def self_check(
+    captured: Captured, model: nn.Module | Callable[[], nn.Module], leaves: list[Leaf], seed: int
+) -> Verdict:
+    """Return how the capture was checked; raise CaptureError naming the first thing that differs.
+
+    Export does not look at size 1, where models may take another branch (`if x.shape[0] > 1`) or refuse (BatchNorm): a
+    symbol goes down to 1 only where the example or a second check at that size says so.
+    """
     needed = 4 * sum(t.numel() * t.element_size() for t in captured.tensors.values())
     on_target = captured.device == "cpu" or torch.get_device_module(captured.device).is_available()
     if on_target and needed <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2:
-        _check_values(captured, model, leaves, seed)
-        return "values"
+        reference = copy.deepcopy(model) if isinstance(model, nn.Module) else build_for_real(model, seed)
+        if not isinstance(model, nn.Module):
+            _check_start(captured, reference)
+        reference = reference.to(captured.device)
+        reference.zero_grad(set_to_none=True)
+        values = [leaf.value for leaf in leaves]
+        _check_values(captured, copy.deepcopy(reference), values, seed)
+        return Verdict("values", {s.name: _smallest(captured, reference, values, seed, s) for s in _symbols(captured)})
     check_structure(captured, leaves)
-    return "structural"
+    return Verdict("structural", {s.name: 1 if s.example == 1 else max(2, s.minimum) for s in _symbols(captured)})
 
 
-def _check_values(
-    captured: Captured, model: nn.Module | Callable[[], nn.Module], leaves: list[Leaf], seed: int
-) -> None:
-    reference = copy.deepcopy(model) if isinstance(model, nn.Module) else build_for_real(model, seed)
-    if not isinstance(model, nn.Module):
-        _check_start(captured, reference)
-    reference = reference.to(captured.device)
-    reference.zero_grad(set_to_none=True)
+def _symbols(captured: Captured) -> tuple[Symbol, ...]:
+    return captured.symbols.symbols
+
+
+def _smallest(captured: Captured, reference: nn.Module, values: list[Any], seed: int, symbol: Symbol) -> int:
+    """Return the smallest size of `symbol` for which graph and model agree: 1, or export's own bound of 2."""
+    if symbol.example == 1 or symbol.minimum > 1:
+        return symbol.minimum
+    narrowed = []
+    for given, value in zip(captured.inputs, values, strict=True):
+        for dim, size in enumerate(given.tensor.shape if given.tensor else ()):
+            if size == symbol.name:
+                value = value.narrow(dim, 0, 1)
+        narrowed.append(value)
+    try:
+        _check_values(captured, copy.deepcopy(reference), narrowed, seed)
+    except Exception:  # the model's own refusal of that size counts as much as a difference
+        return 2
+    return 1
+
+
+def _check_values(captured: Captured, reference: nn.Module, given: list[Any], seed: int) -> None:
+    """Compare outputs, gradients and buffers of `reference`, which is used up, and of the graph on its tensors."""
     twin = copy.deepcopy(reference)
-    values = [_copy_input(leaf.value, captured.device) for leaf in leaves]
+    values = [_copy_input(value, captured.device) for value in given]
     args, kwargs = pytree.tree_unflatten([_copy_input(v, captured.device) for v in values], captured.in_tree)
     torch.manual_seed(seed)
     expected = pytree.tree_leaves(reference(*args, **kwargs))

@@ -131,7 +131,10 @@ def _plan(
     nodes = tuple(node for node in layout.nodes if node in held)
     order = {node: i for i, node in enumerate(layout.nodes)}
     return _Plan(
-        nodes, tuple(sorted(taken, key=order.__getitem__)), tuple(placeholders), tuple(n for n in returned if not is_size(n))
+        nodes,
+        tuple(sorted(taken, key=order.__getitem__)),
+        tuple(placeholders),
+        tuple(n for n in returned if not is_size(n)),
     )
 
 
@@ -280,9 +283,7 @@ def _settle_outputs(captured: Captured, stage: StageGraph, edge_fakes: Mapping[s
 def _parameter(captured: Captured, parameter: Tensor) -> nn.Parameter:
     """Return a fake parameter in the mode of the capture, which export made."""
     with captured.mode:
-        fake = torch.empty_strided(
-            parameter.size(), parameter.stride(), dtype=parameter.dtype, device=captured.device
-        )
+        fake = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=captured.device)
     return nn.Parameter(fake, parameter.requires_grad)
 
 
@@ -326,7 +327,9 @@ def _merge_dim(captured: Captured, spec: TensorSpec) -> int | None:
     for dim, size in enumerate(spec.shape):
         if isinstance(size, str) and batch & set(size.replace("(", " ").replace(")", " ").replace("*", " ").split()):
             return dim
-    rows = {given.tensor.shape[given.split_dim] for given in captured.inputs if given.tensor and given.split_dim is not None}
+    rows = {
+        given.tensor.shape[given.split_dim] for given in captured.inputs if given.tensor and given.split_dim is not None
+    }
     if not batch and spec.shape and spec.shape[0] in rows:
         return 0
     return None

@@ -7,7 +7,7 @@ processes agree. Called by graph.capture, graph.cut and graph.stages.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -26,6 +26,11 @@ class SymbolTable:
 
     names: Mapping[sympy.Symbol, str]
     symbols: tuple[Symbol, ...]
+
+    def with_minimum(self, minimum: Mapping[str, int]) -> SymbolTable:
+        """Return the same table with other smallest sizes, by our names."""
+        changed = (replace(symbol, minimum=minimum[symbol.name]) for symbol in self.symbols)
+        return SymbolTable(self.names, tuple(changed))
 
     def dim(self, size: Any) -> Dim:
         """Return a size of a fake tensor as an int or an expression over our names."""

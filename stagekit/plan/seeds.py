@@ -21,8 +21,8 @@ def mix(*parts: int) -> int:
 
 
 def chunk_base(seed: int, step: int, chunk: int, replica: int) -> int:
-    """Return the base from which every random operation of one chunk derives its seed."""
-    return mix(seed, step, chunk, replica)
+    """Return the base from which every random operation of one chunk derives its seed; it fits into an int64."""
+    return mix(seed, step, chunk, replica) & (_MASK >> 1)
 
 
 def loss_seed(base: int) -> int:
