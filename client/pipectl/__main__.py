@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -29,14 +28,13 @@ COMMANDS = {
 class LazyGroup(click.Group):
     """A group that knows its commands by name and imports one only to run it."""
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        """As click's, but Ctrl-C ends with 130, as a shell would say it."""
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click's, but Ctrl-C ends with 130, as a shell says it."""
         try:
-            return super().main(*args, **kwargs)
-        except SystemExit as end:
-            if isinstance(end.__context__, click.Abort):
-                sys.exit(130)
-            raise
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

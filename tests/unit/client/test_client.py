@@ -134,3 +134,16 @@ def test_a_failure_names_its_rank_once():
     )
     job = jobs_pb2.Job(state=jobs_pb2.JOB_STATE_FAILED, failure=failure)
     assert output.failure_text(job) == "SIGNALLED: rank 1 (stages [1]) on n1: killed by signal 9"
+
+
+def test_a_command_that_is_interrupted_ends_with_130():
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    name, command = "version", main.get_command(None, "version")
+    before, command.callback = command.callback, interrupt
+    try:
+        done = CliRunner().invoke(main, [name])
+    finally:
+        command.callback = before
+    assert (done.exit_code, done.stderr) == (130, "interrupted\n")
