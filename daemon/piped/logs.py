@@ -21,9 +21,10 @@ def configure(*, level: str = "info") -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if is_terminal:
-        shared.append(structlog.dev.ConsoleRenderer())
+        shared.append(structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback))
     else:
-        shared += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)  # locals hold secrets of jobs
+        shared += [structlog.processors.ExceptionRenderer(frames), structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=shared,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
