@@ -86,7 +86,8 @@ def _stop(attempt: DesiredAttempt, seen: Observed) -> list[Action]:
         case Shim.STARTING:
             return [Abandon(fence)]
         case Shim.CONNECTED if seen.told_grace_s is None or attempt.grace_s < seen.told_grace_s:
-            return [StopRanks(fence, attempt.grace_s, attempt.stop_trigger)]
+            stop = StopRanks(fence, attempt.grace_s, attempt.stop_trigger)
+            return [stop] if seen.started else [stop, Dismiss(fence)]  # no exit will follow that could ask for it
         case Shim.CONNECTED if not seen.started:
             return [Dismiss(fence)]
     return []

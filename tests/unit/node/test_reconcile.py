@@ -99,6 +99,7 @@ def test_stop_is_told_once_and_again_only_for_less_grace() -> None:
 
 
 def test_stop_dismisses_a_shim_that_never_started_a_rank() -> None:
+    assert decide(phase(Phase.STOP), IDLE) == (StopRanks(7, 0.0, ""), Dismiss(7))
     assert decide(phase(Phase.STOP), replace(IDLE, told_grace_s=0.0)) == (Dismiss(7),)
 
 
