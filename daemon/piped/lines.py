@@ -69,7 +69,10 @@ class LineReader:
         while (end := self._rest.find(b"\n")) >= 0:
             line = bytes(self._rest[:end])
             del self._rest[: end + 1]
-            message = json.loads(line)
+            try:
+                message = json.loads(line)
+            except RecursionError:
+                raise ValueError(f"nested too deeply: {line[:80]!r}") from None
             if not isinstance(message, dict) or "type" not in message:
                 raise ValueError(f"not a message: {line[:80]!r}")
             messages.append(message)

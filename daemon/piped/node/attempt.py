@@ -16,7 +16,7 @@ from piped.lines import VERSION, Message
 from piped.node.attempt_dir import AttemptDir
 from piped.node.facts import FactBook
 from piped.node.model import DesiredAttempt, Fact, FactKey, Observed, RankPlacement, Shim
-from piped.node.orders import Place, order
+from piped.node.orders import Place, start_message
 from piped.node.shim_link import ShimLink
 
 log = structlog.get_logger()
@@ -95,11 +95,14 @@ class Attempt:
     # --- to the shim
 
     def start_ranks(self, desired: DesiredAttempt, ranks: tuple[RankPlacement, ...], place: Place) -> None:
-        """Tell the shim to start `ranks`."""
-        orders = [order(desired, placement, self.directory, place) for placement in ranks]
-        for one in orders:  # a line each: an assignment of a large job is long
-            self._say({"type": "start", "ranks": [one]})
+        """Tell the shim to start `ranks`. Raises ValueError, and starts none, when one's assignment is too long."""
+        for message in self.starts(desired, ranks, place):
+            self._say(message)
         self.started |= {placement.rank for placement in ranks}
+
+    def starts(self, desired: DesiredAttempt, ranks: tuple[RankPlacement, ...], place: Place) -> list[Message]:
+        """Return the lines that start `ranks`, one each: an assignment of a large job is long. Raises as above."""
+        return [start_message(desired, placement, self.directory, place) for placement in ranks]
 
     def pass_endpoint(self, ranks: tuple[int, ...], endpoint: str) -> None:
         """Tell each rank, once per connection, where the store is."""

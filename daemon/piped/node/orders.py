@@ -1,6 +1,6 @@
 """What a rank is started with: argv, environment, assignment (the shapes of piped.lines). Pure.
 
-Called by piped.node.supervisor.
+Called by piped.node.attempt.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from piped.lines import Message
+from piped.lines import Message, encode
 from piped.node.attempt_dir import AttemptDir
 from piped.node.model import DesiredAttempt, RankPlacement, Slot
 
@@ -22,6 +22,19 @@ class Place:
     node_name: str
     data_address: str
     interface: str  # that owns data_address
+
+
+def start_message(desired: DesiredAttempt, placement: RankPlacement, directory: AttemptDir, place: Place) -> Message:
+    """Return the shim's `start` of one rank. Raises ValueError when it is longer than a line may be."""
+    message = {"type": "start", "ranks": [order(desired, placement, directory, place)]}
+    try:
+        encode(message)
+    except ValueError as error:
+        raise ValueError(
+            f"rank {placement.rank} can't be told its assignment: {error}; put large values into a file of the job's "
+            "source, or on a path that every node sees"
+        ) from None
+    return message
 
 
 def order(desired: DesiredAttempt, placement: RankPlacement, directory: AttemptDir, place: Place) -> Message:

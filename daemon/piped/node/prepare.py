@@ -79,8 +79,11 @@ async def _fetch(sha256: str, directory: AttemptDir, download: Download) -> None
             raise PreparationError(f"source {sha256[:12]}: {size} bytes arrived damaged; submit the job again")
         await asyncio.to_thread(_unpack, packed, unpacked)
         unpacked.rename(directory.source)
-    except (OSError, tarfile.TarError, EOFError) as error:
-        raise PreparationError(f"source {sha256[:12]} can't be fetched or unpacked: {error}") from error
+    except PreparationError:
+        raise
+    except Exception as error:  # what somebody packed can break tarfile anywhere: OverflowError, ValueError, zlib.error
+        said = str(error) if isinstance(error, (OSError, tarfile.TarError)) else f"{type(error).__name__}: {error}"
+        raise PreparationError(f"source {sha256[:12]} can't be fetched or unpacked: {said}; pack it again") from error
     finally:
         packed.unlink(missing_ok=True)
         shutil.rmtree(unpacked, ignore_errors=True)

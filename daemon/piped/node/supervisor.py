@@ -37,6 +37,11 @@ from piped.node.shim_link import ShimGone, ShimLink, launch
 from piped.node.state import StateDir
 
 log = structlog.get_logger()
+
+# Note [one attempt's trouble]: whatever goes wrong in an attempt, foreseen or not, ends at that attempt's edge: refused
+# while it has not begun, else logged and tried again. The daemon serves all the others too, and a daemon that starts
+# again would meet the same trouble again. CancelledError is no Exception and passes.
+
 _RECONNECT_S = 0.1
 _SWEEP_S = 0.05
 
@@ -94,16 +99,24 @@ class Supervisor:
             if directory.is_closed:
                 continue
             attempt = self._attempts[directory.fence] = Attempt(directory, directory.job_id, self._book, self._meter)
-            if (error := directory.preparation_error) is not None:
-                attempt.preparation_failed = True
-                attempt.report(None, "prepare_failed", {"message": error})
-            if not directory.had_shim:  # a shim that an earlier daemon launched just before its end leaves no trace yet
-                kill_marked(directory.marker)
-            if directory.had_shim:
-                attempt.read_records()
-                attempt.shim, attempt.is_launching = Shim.STARTING, True
-                log.info("attempt_adopted", fence=attempt.fence, job_id=attempt.job_id)
+            try:
+                self._adopt(attempt)
+            except Exception:  # damaged: the others are taken over all the same
+                log.exception("adoption_trouble", fence=attempt.fence, job_id=attempt.job_id)
         self._changed.set()
+
+    @staticmethod
+    def _adopt(attempt: Attempt) -> None:
+        directory = attempt.directory
+        if directory.had_shim:
+            attempt.shim, attempt.is_launching = Shim.STARTING, True
+            log.info("attempt_adopted", fence=attempt.fence, job_id=attempt.job_id)
+            attempt.read_records()
+        else:  # a shim that an earlier daemon launched just before its end leaves no trace yet
+            kill_marked(directory.marker)
+        if (error := directory.preparation_error) is not None:
+            attempt.preparation_failed = True
+            attempt.report(None, "prepare_failed", {"message": error})
 
     # --- what the session asks
 
@@ -154,8 +167,17 @@ class Supervisor:
             if attempt.shim is Shim.STARTING and fence not in self._tasks:
                 self._spawn(fence, self._serve(attempt))
         for action in reconcile.reconcile(self.desired, self.observed(), self._place.node_id):
-            self._perform(action)
+            try:
+                self._perform(action)
+            except Exception as error:  # Note [one attempt's trouble]
+                self._trouble(action, error)
         self._close_finished()
+
+    def _trouble(self, action: Action, error: Exception) -> None:
+        """An action failed: what was to begin is refused, and all else is asked for again."""
+        log.error("action_failed", action=type(action).__name__, error=repr(error), exc_info=error)
+        if isinstance(action, (Prepare, StartRanks)) and (attempt := self._attempts.get(action.desired.fence)):
+            self._refuse(attempt, _said(error))
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -216,10 +238,13 @@ class Supervisor:
             await asyncio.to_thread(self._state.remember, fence=attempt.fence)
             await asyncio.to_thread(AttemptDir.create, self._state.attempts, attempt.fence, attempt.job_id)
             await prepare(desired, attempt.directory, self._place.data_address, self._download)
+            attempt.starts(desired, desired.ranks_on(self._place.node_id), self._place)  # can it be told?
             attempt.is_launching = True
             attempt.process = await asyncio.to_thread(launch, attempt.directory, self._base_env)
-        except (PreparationError, OSError) as error:
-            self._refuse(attempt, str(error))
+        except Exception as error:  # Note [one attempt's trouble]
+            if not isinstance(error, (PreparationError, OSError)):
+                log.error("preparation_trouble", fence=attempt.fence, error=repr(error), exc_info=error)
+            self._refuse(attempt, _said(error))
             return
         await self._serve(attempt)
 
@@ -232,13 +257,16 @@ class Supervisor:
                 if not was_connected:
                     self._refuse(attempt, f"the shim did not start: {error}")
                 break
-            except (TimeoutError, OSError) as error:  # it hangs; an attempt never gets a second one, so go on trying
+            except Exception as error:  # it hangs; an attempt never gets a second one, so go on trying
                 log.warning("shim_unreachable", fence=attempt.fence, error=repr(error))
                 await asyncio.sleep(_RECONNECT_S)
                 continue
             was_connected = True
             try:
                 await self._listen(attempt, link)
+            except Exception as error:  # Note [one attempt's trouble]
+                log.error("shim_link_trouble", fence=attempt.fence, error=repr(error), exc_info=error)
+                await asyncio.sleep(_RECONNECT_S)
             finally:
                 attempt.disconnected()
                 await link.close()
@@ -246,29 +274,37 @@ class Supervisor:
 
     async def _listen(self, attempt: Attempt, link: ShimLink) -> None:
         attempt.connected(link)
-        try:
-            async for message in link.messages():
-                try:
-                    if attempt.take(message):
-                        self._changed.set()
-                except (KeyError, TypeError, ValueError) as error:
-                    log.error("message_malformed", fence=attempt.fence, error=repr(error), line=str(message)[:200])
-        except ValueError as error:
-            log.error("shim_line_malformed", fence=attempt.fence, error=str(error))
-            await asyncio.sleep(_RECONNECT_S)
+        async for message in link.messages():
+            try:
+                if attempt.take(message):
+                    self._changed.set()
+            except Exception as error:  # Note [one attempt's trouble]
+                log.error("message_malformed", fence=attempt.fence, error=repr(error), line=str(message)[:200])
 
     async def _bury(self, attempt: Attempt) -> None:
         """After a shim's end: no process of it may be left, and what its records say is reported."""
         num_left = 1
         while num_left:
-            num_left = await asyncio.to_thread(kill_marked, attempt.directory.marker)
+            num_left = await self._sweep(attempt)
             await asyncio.sleep(_SWEEP_S if num_left else 0)
         if attempt.process is not None:
             attempt.process.poll()
-        attempt.read_records()
+        try:
+            attempt.read_records()
+        except Exception:  # Note [one attempt's trouble]: without its records its ranks count as lost
+            log.exception("records_unreadable", fence=attempt.fence, job_id=attempt.job_id)
         attempt.progress.clear()
         attempt.shim = Shim.GONE
         log.info("shim_gone", fence=attempt.fence, job_id=attempt.job_id)
+
+    async def _sweep(self, attempt: Attempt) -> int:
+        """Kill what is left of the attempt; return how many there were, or 1 when that can't be told yet."""
+        try:
+            return await asyncio.to_thread(kill_marked, attempt.directory.marker)
+        except OSError as error:  # /proc can't be read, e.g. for want of descriptors
+            log.warning("sweep_failed", fence=attempt.fence, error=str(error))
+            await asyncio.sleep(_RECONNECT_S)
+            return 1
 
     def _refuse(self, attempt: Attempt, message: str) -> None:
         attempt.preparation_failed = True
@@ -294,5 +330,15 @@ class Supervisor:
             self._meter.end_attempt(attempt.job_id, attempt.fence)
             log.info("attempt_closed", fence=attempt.fence, job_id=attempt.job_id)
         if finished and self._group is not None:
-            clean = asyncio.to_thread(remove_old, self._state.attempts, self._keep_attempts)
-            self._group.create_task(clean, name="remove-old-attempts")
+            self._group.create_task(self._remove_old(), name="remove-old-attempts")
+
+    async def _remove_old(self) -> None:
+        try:
+            await asyncio.to_thread(remove_old, self._state.attempts, self._keep_attempts)
+        except OSError as error:  # tried again when the next attempt is closed
+            log.warning("old_attempts_stay", error=str(error))
+
+
+def _said(error: Exception) -> str:
+    """Return the text for the submitter: an error that nobody foresaw says its kind too."""
+    return str(error) if isinstance(error, (PreparationError, OSError)) else f"{type(error).__name__}: {error}"
