@@ -110,6 +110,9 @@ class Session:
             reason = f"{error.code().name}: {error.details()}"
         except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:  # a write after the stream's end
             reason = f"the stream is closed: {error}"
+        except Exception as error:  # nobody foresaw it; the attempts need this daemon, and a new session may do
+            log.exception("session_trouble")
+            reason = f"{type(error).__name__}: {error}"
         finally:
             call.cancel()
         return reason
@@ -157,7 +160,13 @@ class Session:
                 f"the coordinator's epoch {welcome.coordinator_epoch} is older than {membership.highest_epoch}, which "
                 "this node has seen: its store was rolled back or it is no longer the active one"
             )
-        await asyncio.to_thread(self._state.remember, cluster_id=welcome.cluster_id, epoch=welcome.coordinator_epoch)
+        epoch = welcome.coordinator_epoch
+        try:
+            await asyncio.to_thread(self._state.remember, cluster_id=welcome.cluster_id, epoch=epoch)
+        except OSError as error:  # a full disk: workers go on, and we join when there is room
+            raise SessionEnded(
+                f"epoch {epoch} can't be noted in state_dir {self._state.path}: {error}; free some space there"
+            ) from error
         self._acknowledged_s = time.monotonic()
         log.info("session_open", cluster_id=welcome.cluster_id, epoch=welcome.coordinator_epoch)
 

@@ -129,3 +129,24 @@ def test_a_damaged_attempt_directory_keeps_no_daemon_from_starting(cluster: Clus
 
 def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def test_a_full_disk_in_the_moment_of_joining_ends_the_session_and_not_the_daemon(cluster: Cluster) -> None:
+    async def scene(coordinator: Coordinator) -> None:
+        daemon = cluster.start_node()
+        await cluster.registered()
+        await coordinator.until(lambda: coordinator.beats, "a beat")
+        blocked = cluster.state / ".cluster.json.tmp"
+        blocked.mkdir()  # as a full disk: the new epoch can't be written
+        await coordinator.stop()
+        coordinator.hellos.clear()
+        coordinator.beats.clear()
+        coordinator.epoch = 2
+        await coordinator.start()
+        await cluster.registered(times=2)  # it tries again
+        assert daemon.poll() is None
+        assert not coordinator.beats
+        blocked.rmdir()
+        await coordinator.until(lambda: coordinator.beats, "a beat: the session stands")
+
+    play(cluster, scene)
