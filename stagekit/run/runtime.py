@@ -188,7 +188,7 @@ class Run:
     def _prepare(self, leaves: Sequence[Any], target: Any) -> Executor:
         """First step: agree on ownership, lower again with the input transfers, verify, bind."""
         plan = self.plan
-        mine = Given.of(leaves, target, plan.fingerprint)
+        mine = self._given = Given.of(leaves, target, plan.fingerprint)
         texts = [mine.to_json()]
         if self.groups.pipeline is not None:
             texts = exchange_text(texts[0], self.groups.pipeline, self.groups.comm_device)
@@ -240,6 +240,7 @@ class Run:
             buffer = torch.empty(Header.length(len(fixed), ndims), dtype=torch.int64, device=device)
             settle(transport.recv([buffer], 0, TAG_HEADER), 0)
             header = Header.unpack(buffer, len(fixed), ndims)
+            self._check_given(leaves, target)
             self._check_own(leaves, header)
             return header
         try:
@@ -255,6 +256,7 @@ class Run:
         return header
 
     def _read_header(self, leaves: Sequence[Any], target: Any, ndims: Sequence[int]) -> Header:
+        self._check_given(leaves, target)
         spec = self.plan.model
         rows = chunking.batch_rows(spec, leaves)
         if rows is None:
@@ -275,6 +277,18 @@ class Run:
                 )
             target_sizes = tuple(tuple(t.shape) for t in tensors)
         return Header(rows, tuple(values[symbol.name] for symbol in fixed), target_sizes)
+
+    def _check_given(self, leaves: Sequence[Any], target: Any) -> None:
+        """Refuse a step that lacks what this rank passed on the first one."""
+        pairs = zip(self.plan.model.inputs, self._given.inputs, leaves, strict=True)
+        missing = [declared.name for declared, given, leaf in pairs if given and not isinstance(leaf, Tensor)]
+        if self._given.target_tree is not None and target is None:
+            missing.append("target")
+        if missing:
+            raise UserError(
+                f"rank {self.rank} passed {', '.join(missing)} on the first step but not on step {self.step_number}; "
+                "who passes what is agreed once: pass the same on every step"
+            )
 
     def _check_own(self, leaves: Sequence[Any], header: Header) -> None:
         rows = chunking.batch_rows(self.plan.model, leaves)

@@ -56,7 +56,9 @@ def gradients(run):
 def only_rank_0_passes(count, schedule, group):
     run = chain_run(count, schedule, group)
     x, target = batch()
-    loss = [run.step(x, target=target) if run.rank == 0 else run.step() for _ in range(2)][-1].loss
+    for _ in range(2):  # the second step finds buffers and receives as the first one left them
+        run.zero_grad()
+        loss = (run.step(x, target=target) if run.rank == 0 else run.step()).loss
     (runner,) = run._runners.values()
     return {
         "loss": loss,
@@ -135,6 +137,20 @@ def each_rank_passes_its_own(group):
     return {"loss": result.loss, "grads": gradients(run)}
 
 
+def forgets_an_argument(group):
+    """Rank 0 leaves its batch out of the second step: refused on both, and the third step runs."""
+    run = chain_run(2, "1f1b", group)
+    x, target = batch()
+    given = [((x,), target), ((), target), ((x,), target)]
+    texts = []
+    for args, aim in given:
+        try:
+            texts.append(run.step(*args, target=aim).loss if run.rank == 0 else run.step().loss)
+        except UserError as error:
+            texts.append(str(error))
+    return texts
+
+
 def everything(rank):
     """Run every scenario; pairs of ranks do the two-stage ones."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -147,6 +163,7 @@ def everything(rank):
         "replicas": two_replicas(),
         "wrong world": wrong_world(),
         "subgroup": subgroup(rank),
+        "forgets": forgets_an_argument(mine),
         "by hand": stage_by_hand(mine) if rank < 2 else None,
         "own arguments": each_rank_passes_its_own(mine) if rank < 2 else None,
     }
