@@ -58,7 +58,8 @@ def receive_window(schedule: str) -> int | None:
     """Return how many compute actions ahead a receive is posted; None means all at the start.
 
     Measured on gloo, 2 shared cores, alternating blocks, best and median step. Tiny stages, 1f1b, p=2, m=32: at its use
-    28.6 / 127 ms, one ahead 37.0 / 109, two 28.3 / 70, four 23.1 / 76, all 20.4 / 70 (torch 46.1 / 126). Stages that
+    28.6 / 127 ms, one ahead 37.0 / 109, two 28.3 / 70, four 23.1 / 76, all 20.4 / 70 (torch 46.1 / 126); a second run: two
+    22.2 / 38.8, three 33.1 / 50.5, four 22.7 / 37.8, all 20.8 / 34.3 (torch 25.9 / 40.9). Stages that
     sleep 10 / 20 ms, p=4, m=8, ÷ ideal: one 1.054 / 1.067, two 1.042 / 1.057, four 1.058 / 1.079. So two: the next
     receive of each direction is always posted, and a channel holds two buffers, not one per chunk. GPipe is best with
     all posted at once (tiny: 25.7 / 29.5 ms against 44.7 / 73.0 one ahead), and holds every chunk anyway.

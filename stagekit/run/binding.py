@@ -4,8 +4,8 @@ What can be known before a step is worked out once: which receives an action wai
 tags, peers, which sends it reaps. Decides no order (stagekit.plan does) and makes no error of what a stage raised (the
 executor does). Called by stagekit.run.executor.
 
-Note [Calls]: a Python call costs 0.1-0.3 µs under load more, and a tiny stage has little else to do. The bound functions
-therefore build tuples with `+=`, forget with `= ()` and write out the wait for a transfer.
+Note [Calls]: a Python call costs 0.1-0.3 µs, under load more, and a tiny stage has little else to do. The bound
+functions therefore build tuples with `+=`, forget with `= ()` and write out the wait for a transfer.
 tests/unit/run/test_calls.py holds the count.
 """
 

@@ -29,6 +29,7 @@ from piped.worker.link import Link
 from piped.worker.observe import Observer
 from stagekit.plan.lowering import routes_of
 from stagekit.plan.timeline import simulate
+from stagekit.run.runtime import StepResult
 from stagekit.testing import spawn
 from tests.bench.sides import Ours, SleepStage, Torch, count_calls, tiny_stages
 
@@ -60,7 +61,7 @@ def _timed(step: Any, steps: int) -> tuple[float, float]:
     return (time.perf_counter() - wall) / steps, (time.thread_time() - cpu) / steps
 
 
-def _with_metrics(ours: Ours, folder: Path) -> Observer:
+def _observe(ours: Ours, folder: Path) -> None:
     """Observe every step as a worker does, over a real link whose other end reads and drops."""
     here, there = socket.socketpair()
 
@@ -70,10 +71,11 @@ def _with_metrics(ours: Ours, folder: Path) -> Observer:
 
     threading.Thread(target=drain, daemon=True).start()
     observer = Observer(Link(here.detach()), ours.run, folder, steps=-1, expected={"bubble": 0.0, "step_s": 0.0})
-    ours.after_step = lambda result, step_s: observer.after_step(
-        ours.run.step_number, result, step_s=step_s, optimizer_s=0.0
-    ) and None  # fmt: skip
-    return observer
+
+    def after_step(result: StepResult, step_s: float) -> None:
+        observer.after_step(ours.run.step_number, result, step_s=step_s, optimizer_s=0.0)
+
+    ours.after_step = after_step
 
 
 def _gradients_equal(ours: Ours, torchs: Torch) -> bool:
@@ -92,7 +94,8 @@ def tiny(rank: int, rounds: int, steps: int) -> dict[str, Any]:
         ours, torchs = Ours(stages, schedule, TINY_CHUNKS, group), Torch(stages, schedule, TINY_CHUNKS, group)
         equal = _gradients_equal(ours, torchs)
         for _ in range(2):
-            ours.step(), torchs.step(), ours.bare.step(), torchs.bare.step()
+            for side in (ours, torchs, ours.bare, torchs.bare):
+                side.step()
         actions = 2 * TINY_CHUNKS
         calls = {
             name: (count_calls(side.step) - count_calls(side.bare.step)) / actions
@@ -100,7 +103,7 @@ def tiny(rank: int, rounds: int, steps: int) -> dict[str, Any]:
         }
         blocks: dict[str, list[tuple[float, float]]] = {}
         with tempfile.TemporaryDirectory() as folder:
-            _with_metrics(ours, Path(folder))
+            _observe(ours, Path(folder))
             sides = {"ours": ours, "torch": torchs, "ours again": ours, "torch again": torchs}
             for _ in range(rounds):
                 for name, side in sides.items():
@@ -136,13 +139,11 @@ def sleepy(rank: int, rounds: int) -> dict[str, Any]:
 # ---- putting it together
 
 
-def _low_mid(values: list[float]) -> tuple[float, float]:
-    return min(values), statistics.median(values)
-
-
 def _over_ranks(ranks: list[Any], schedule: str, side: str, what: int, combine: Any) -> list[float]:
     """Return, per block, the ranks' values combined."""
-    return [combine(values) for values in zip(*([b[what] for b in r[schedule]["blocks"][side]] for r in ranks), strict=True)]
+    return [
+        combine(values) for values in zip(*([b[what] for b in r[schedule]["blocks"][side]] for r in ranks), strict=True)
+    ]
 
 
 def tiny_rows(ranks: list[Any], schedule: str) -> list[dict[str, Any]]:
@@ -151,21 +152,21 @@ def tiny_rows(ranks: list[Any], schedule: str) -> list[dict[str, Any]]:
     cpu = {side: _over_ranks(ranks, schedule, side, 1, statistics.mean) for side in ranks[0][schedule]["blocks"]}
     goal = GOALS["wall", schedule]
     rows = []
-    for title, of in (("", min), (" median", statistics.median)):
+    for title, of in (("min", min), ("median", statistics.median)):
         ours, theirs = of(wall["ours"]), of(wall["torch"])
-        rows.append(_row("wall", schedule, title.strip() or "min", ours / theirs, 1.0, goal if of is min else None))
+        rows.append(_row("wall", schedule, title, ours / theirs, 1.0, goal if of is min else None))
         rows[-1] |= {"ours_ms": ours * 1e3, "torch_ms": theirs * 1e3}
-        aa = [of(wall[f"{side} again"]) / of(wall[side]) for side in ("ours", "torch")]
-        rows.append(_row("wall", schedule, f"A/A {title.strip() or 'min'}", aa[0], aa[1], None))
+        again = [of(wall[f"{side} again"]) / of(wall[side]) for side in ("ours", "torch")]
+        rows.append(_row("wall", schedule, f"A/A {title}", again[0], again[1], None))
     calls = {side: [r[schedule]["calls"][side] for r in ranks] for side in ("ours", "torch")}
-    rows.append(_row("calls", schedule, "", statistics.mean(calls["ours"]), statistics.mean(calls["torch"]), GOALS["calls", ""]))
+    rows.append(
+        _row("calls", schedule, "", statistics.mean(calls["ours"]), statistics.mean(calls["torch"]), GOALS["calls", ""])
+    )
     rows[-1]["per_rank"] = calls
-    over = {
-        side: [1e6 * (a - b) / (2 * TINY_CHUNKS) for a, b in zip(cpu[side], cpu[f"{side} bare"], strict=True)]
-        for side in ("ours", "torch")
-    }
-    for title, index in (("min", 0), ("median", 1)):
-        mine, theirs = _low_mid(over["ours"])[index], _low_mid(over["torch"])[index]
+    for title, of in (("min", min), ("median", statistics.median)):
+        mine, theirs = (
+            1e6 * (of(cpu[side]) - of(cpu[f"{side} bare"])) / (2 * TINY_CHUNKS) for side in ("ours", "torch")
+        )
         rows.append(_row("cpu", schedule, title, mine, theirs, GOALS["cpu", title]))
     return rows
 
@@ -195,14 +196,24 @@ def report(rows: list[dict[str, Any]]) -> str:
                 lines.append(f"  {row['schedule']:<6} {'yes' if row['reached'] else 'NO'}")
                 continue
             goal = f"goal ≤ {row['goal']:g}: {'reached' if row['reached'] else 'NOT reached'}" if "goal" in row else ""
-            lines.append(f"  {row['schedule']:<6} {row['of']:<12} ours {row['ours']:8.3f}   torch {row['torch']:8.3f}   {goal}")
+            lines.append(
+                f"  {row['schedule']:<6} {row['of']:<12} ours {row['ours']:8.3f}   torch {row['torch']:8.3f}   {goal}"
+            )
     return "\n".join(lines)
 
 
 def _hardware() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
-    models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return {"cpu": models[0] if models else platform.machine(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]}
+    models = (
+        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "load_at_start": os.getloadavg()[0],
+    }
 
 
 def main() -> int:

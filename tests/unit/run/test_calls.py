@@ -14,7 +14,8 @@ def calls_over_bare(rank):
     for schedule in ("1f1b", "gpipe"):
         ours = Ours(tiny_stages(2), schedule, CHUNKS, dist.group.WORLD)
         for _ in range(2):
-            ours.step(), ours.bare.step()
+            ours.step()
+            ours.bare.step()
         counts[schedule] = (count_calls(ours.step) - count_calls(ours.bare.step)) / (2 * CHUNKS)
     return counts
 
