@@ -74,6 +74,7 @@ def test_a_job_that_ends_while_it_is_down_has_succeeded_when_it_is_back(cluster,
     cluster.coordinator.start()
     ended = check_undisturbed(cluster, job_id, losses)
     assert (ended.progress.step, ended.progress.loss) == (STEPS, losses[-1])
+    assert f"{STEPS}/{STEPS}  {losses[-1]:.4f}" in cluster.pipectl("get", "jobs", job_id).stdout
 
 
 def files(cluster, job_id, name):
