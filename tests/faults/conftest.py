@@ -12,10 +12,11 @@ def running(tmp_path_factory):
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def losses(running):
+@pytest.fixture(scope="session")
+def losses(tmp_path_factory):
     """The losses of an undisturbed run."""
-    return running.losses(running.run(job("undisturbed")).job_id)
+    with Cluster(tmp_path_factory.mktemp("undisturbed"), nodes=1, slots=2) as cluster:
+        return cluster.losses(cluster.run(job("undisturbed")).job_id)
 
 
 @pytest.fixture

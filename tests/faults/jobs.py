@@ -8,7 +8,7 @@ PROGRAMS = Path(__file__).parents[1] / "e2e" / "programs"
 STEPS = 40
 
 
-def job(name, *, stages=2, pause_s=0.0):
+def job(name, *, stages=2, pause_s=0.0, **more):
     """Return a job file; `pause_s` slows its steps and leaves its losses alone."""
     return {
         "version": 1,
@@ -18,6 +18,7 @@ def job(name, *, stages=2, pause_s=0.0):
         "params": {"pause_s": pause_s},
         "pipeline": {"stages": stages, "chunks": 4},
         "train": {"steps": STEPS, "seed": 7},
+        **more,
     }
 
 
