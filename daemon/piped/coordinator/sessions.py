@@ -7,9 +7,10 @@ One node has one session; a newer one ends the older. The lease ticker lives her
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -42,7 +43,7 @@ class OpenSession:
     """One stream. What is to be sent waits in `outbox`; the desired state is built when it is sent."""
 
     node_id: str
-    incarnation: int
+    number: int
     outbox: deque[nodes_pb2.SessionResponse] = field(default_factory=deque)
     is_desired_due: bool = False
     ending: PipedError | None = None
@@ -70,6 +71,7 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
         self._beat_s = beat_s
         self._open: dict[str, OpenSession] = {}
         self._stopping: UnavailableError | None = None
+        self._numbers = itertools.count(1)
 
     def send_desired(self, node_id: str) -> None:
         if node_id in self._open:
@@ -114,7 +116,7 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
         finally:
             if self._open.get(session.node_id) is session:
                 del self._open[session.node_id]
-                self._engine.post_later(NodeDisconnected(session.node_id, session.incarnation))
+                self._engine.post_later(NodeDisconnected(session.node_id, session.number))
 
     async def Bulk(self, _requests: object, context: Stream) -> None:
         """Serve one node's answers to questions about files."""
@@ -132,11 +134,16 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
             raise RegistrationRefused(f"no Hello within {HELLO_DEADLINE_S:.0f} s of opening the session") from None
         if not isinstance(first, nodes_pb2.SessionRequest) or first.WhichOneof("message") != "hello":
             raise RegistrationRefused("the first message of a session must be Hello")
-        registration = wire.registration_from_proto(first.hello)
-        state = await self._engine.post(registration)
+        number = next(self._numbers)
+        registration = replace(wire.registration_from_proto(first.hello), session=number)
+        try:
+            state = await self._engine.post(registration)
+        except asyncio.CancelledError:  # the stream ended meanwhile; the registration may stand all the same
+            self._engine.post_later(NodeDisconnected(registration.node_id, number))
+            raise
         node: Node = state.nodes[registration.node_id]
         self._leases.beat(node.node_id, boottime_s())
-        session = OpenSession(node.node_id, node.incarnation)
+        session = OpenSession(node.node_id, number)
         if node.node_id in self._open:
             self._open[node.node_id].end(LeaseLost("a newer session of the same node replaced this one"))
         self._open[node.node_id] = session

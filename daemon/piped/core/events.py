@@ -60,12 +60,15 @@ class NodeRegistered:
     metrics_address: str
     slots: tuple[Slot, ...]
     attempts: tuple[ObservedAttempt, ...] = ()
+    session: int = 0  # numbers the sessions of this coordinator's life
 
 
 @dataclass(frozen=True, slots=True)
 class NodeDisconnected:
+    """That session of the node ended; a newer one may be registered already."""
+
     node_id: str
-    incarnation: int
+    session: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The coordinator's whole knowledge as frozen data: nodes, jobs, attempts, workers, reservations.
 
 It decides nothing: the tables of legal transitions stand in `jobs`, `attempts` and `nodes`. Everything in `State`
-is stored; what is only observed and short-lived (beats, progress, open streams) is not here.
+but a node's session number is stored; what is only observed and short-lived (beats, progress, open streams) is not here.
 Times are Unix seconds of the coordinator, for people; no decision compares them.
 """
 
@@ -91,6 +91,7 @@ class Node:
     data_address: str
     metrics_address: str
     slots: tuple[Slot, ...]
+    session: int = 0  # that registered it; not stored, since no session outlives its coordinator
 
 
 @dataclass(frozen=True, slots=True)

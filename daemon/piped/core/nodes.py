@@ -55,6 +55,7 @@ def register(draft: Draft, event: events.NodeRegistered) -> str:
         event.data_address,
         event.metrics_address,
         event.slots,
+        event.session,
     )
     draft.put_node(node)
     draft.record(
@@ -70,8 +71,10 @@ def register(draft: Draft, event: events.NodeRegistered) -> str:
 
 def disconnected(draft: Draft, event: events.NodeDisconnected) -> str:
     node = draft.nodes.get(event.node_id)
-    if node is None or node.incarnation != event.incarnation or node.state is not NodeState.READY:
+    if node is None or node.state is not NodeState.READY:
         return "the registration is over"
+    if node.session != event.session:  # the news of an old stream's end came after the registration on the new one
+        return f"session {event.session} was replaced by session {node.session}"
     draft.put_node(move(node, NodeState.DISCONNECTED))
     draft.record("node_disconnected", "its session ended; the lease runs on", node_name=node.node_name)
     return "disconnected"

@@ -121,7 +121,7 @@ def test_what_is_posted_before_the_end_is_durable_at_the_end():
     async def scenario():
         async with running() as (engine, disk):
             await engine.post(registration("n1"))
-            engine.post_later(events.NodeDisconnected("n1", 1))
+            engine.post_later(events.NodeDisconnected("n1", 0))
         assert disk.state.nodes["n1"].state.value == "disconnected"
 
     asyncio.run(scenario())

@@ -65,10 +65,10 @@ class AnyOrder(RuleBasedStateMachine):
             return
         assert reason
 
-    @rule(node=NODES, slots=st.integers(1, 3), keeps=st.booleans())
-    def register(self, node: str, slots: int, keeps: bool) -> None:
+    @rule(node=NODES, slots=st.integers(1, 3), keeps=st.booleans(), session=st.integers(1, 2))
+    def register(self, node: str, slots: int, keeps: bool, session: int) -> None:
         kept = tuple(events.ObservedAttempt(fence, True) for fence in self.state.attempts) if keeps else ()
-        self.feed(registration(node, slots, attempts=kept))
+        self.feed(registration(node, slots, attempts=kept, session=session))
 
     @rule(job=JOBS, stages=st.integers(1, 4), replicas=st.integers(1, 2))
     def submit(self, job: str, stages: int, replicas: int) -> None:
@@ -78,9 +78,9 @@ class AnyOrder(RuleBasedStateMachine):
     def cancel(self, job: str) -> None:
         self.feed(events.CancelRequested(job))
 
-    @rule(node=NODES, incarnation=st.integers(1, 2), is_lost=st.booleans())
-    def leave(self, node: str, incarnation: int, is_lost: bool) -> None:
-        self.feed(events.LeaseExpired(node, incarnation) if is_lost else events.NodeDisconnected(node, incarnation))
+    @rule(node=NODES, number=st.integers(1, 2), is_lost=st.booleans())
+    def leave(self, node: str, number: int, is_lost: bool) -> None:
+        self.feed(events.LeaseExpired(node, number) if is_lost else events.NodeDisconnected(node, number))
 
     @rule(fact=FACTS)
     def report(self, fact: events.Event) -> None:

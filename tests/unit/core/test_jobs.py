@@ -241,7 +241,14 @@ def test_after_the_lease_another_host_may_take_the_state_directory():
 def test_an_expired_lease_of_an_earlier_incarnation_changes_nothing():
     c = cluster(2).feed(events.LeaseExpired("n1", 1), registration("n1"))
     before = c.state
-    assert c.feed(events.LeaseExpired("n1", 1), events.NodeDisconnected("n1", 1)).state is before
+    assert c.feed(events.LeaseExpired("n1", 1)).state is before
+
+
+def test_the_end_of_a_session_that_was_replaced_changes_nothing():
+    c = cluster().feed(registration("n1", session=1), registration("n1", session=2))
+    before = c.state
+    assert c.feed(events.NodeDisconnected("n1", 1)).state is before
+    assert c.feed(events.NodeDisconnected("n1", 2)).state.nodes["n1"].state is NodeState.DISCONNECTED
 
 
 def test_a_new_process_holds_no_session_and_arms_the_deadlines_of_starting_attempts():
