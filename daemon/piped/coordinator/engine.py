@@ -21,6 +21,7 @@ from piped.core.model import Record, State
 from piped.errors import BugError, PipedError, UnavailableError
 
 MAX_BATCH = 256
+_DEADLINE_RETRY_S = 1.0
 log = structlog.get_logger("coordinator")
 
 
@@ -73,6 +74,7 @@ class Engine:
         self._inbox: asyncio.Queue[_Posted | None] = asyncio.Queue()  # None: no more will come
         self._deadlines: dict[int, asyncio.TimerHandle] = {}
         self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._has_ended = False
 
     async def post(self, event: Event) -> State:
         """Return the state once `event` is decided and durable. Raises what the decision raised."""
@@ -80,11 +82,12 @@ class Engine:
         self._inbox.put_nowait(posted)
         return await posted.done
 
-    def post_later(self, event: Event) -> None:
-        """Post an event whose outcome nobody waits for; a refusal is logged."""
+    def post_later(self, event: Event) -> asyncio.Future[State]:
+        """Post an event whose outcome nobody needs to wait for; a refusal is logged."""
         posted = _Posted(event, asyncio.get_running_loop().create_future())
         posted.done.add_done_callback(_log_refusal)
         self._inbox.put_nowait(posted)
+        return posted.done
 
     def finish(self) -> None:
         """Let `run` return once everything posted so far is durable."""
@@ -102,6 +105,7 @@ class Engine:
                 is_open = None not in posted
                 await self._take([each for each in posted if each is not None])
         finally:
+            self._has_ended = True
             for timer in self._deadlines.values():
                 timer.cancel()
             while not self._inbox.empty():
@@ -162,21 +166,26 @@ class Engine:
                 case fx.PlaceQueued():
                     pass  # done before the commit
                 case fx.ArmStartDeadline(fence):
-                    self._arm(fence)
+                    self._arm(fence, self._start_deadline_s)
                 case fx.SendDesired(node_id) if self.links is not None:
                     self.links.send_desired(node_id)
                 case fx.CloseSession(node_id, reason) if self.links is not None:
                     self.links.close_session(node_id, reason)
 
-    def _arm(self, fence: int) -> None:
+    def _arm(self, fence: int, after_s: float) -> None:
         if fence in self._deadlines:
             self._deadlines[fence].cancel()
 
         def passed() -> None:
             del self._deadlines[fence]
-            self.post_later(StartDeadlinePassed(fence))
+            self.post_later(StartDeadlinePassed(fence)).add_done_callback(decided)
 
-        self._deadlines[fence] = asyncio.get_running_loop().call_later(self._start_deadline_s, passed)
+        def decided(done: asyncio.Future[State]) -> None:
+            is_refused = not done.cancelled() and isinstance(done.exception(), UnavailableError)
+            if is_refused and fence not in self._deadlines and not self._has_ended:
+                self._arm(fence, _DEADLINE_RETRY_S)  # the disk is full: without this the attempt had none any more
+
+        self._deadlines[fence] = asyncio.get_running_loop().call_later(after_s, passed)
 
 
 def _decide(batch: _Batch, posted: _Posted) -> None:

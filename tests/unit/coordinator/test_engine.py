@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 
@@ -115,6 +116,27 @@ def test_the_start_deadline_comes_back_as_an_event():
             assert engine.state.attempts[1].stop_trigger == "not prepared before the start deadline: n1"
 
     asyncio.run(scenario())
+
+
+def test_a_start_deadline_that_a_full_disk_refused_comes_again():
+    async def scenario():
+        async with running(start_deadline_s=0.05) as (engine, disk):
+            await engine.post(registration("n1"))
+            await engine.post(submission())
+            disk.is_full = True
+            await until(lambda: not engine.is_storing)
+            assert not engine.state.attempts[1].stop_trigger
+            disk.is_full = False
+            await until(lambda: engine.state.attempts[1].stop_trigger)
+
+    asyncio.run(scenario())
+
+
+async def until(condition):
+    end_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.005)
 
 
 def test_what_is_posted_before_the_end_is_durable_at_the_end():
