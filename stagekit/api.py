@@ -24,7 +24,6 @@ from stagekit.graph.cut import Cut
 from stagekit.plan.contract import ModelSpec, StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
 from stagekit.run.agreement import exchange_text
-from stagekit.run.chunks import default_loss_weight
 from stagekit.run.loss import LossFunction, LossWeight
 from stagekit.run.merge import flatten_rules
 from stagekit.run.runtime import Run, RunOptions
@@ -256,7 +255,7 @@ def plan_pipeline(
         recompute=recompute,
     )
     rules = flatten_rules(output_spec, cut.spec.outputs)
-    return Pipeline(cut, plan, RunOptions(loss_fn, loss_weight or default_loss_weight, seed, rules))
+    return Pipeline(cut, plan, RunOptions(loss_fn, loss_weight, seed, rules))
 
 
 class PipelineStage:

@@ -45,7 +45,10 @@ class ConvNet(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.blocks = nn.Sequential(
-            ConvBlock(1, width, 1), ConvBlock(width, width, 1), ConvBlock(width, 2 * width, 2), ConvBlock(2 * width, 2 * width, 1)
+            ConvBlock(1, width, 1),
+            ConvBlock(width, width, 1),
+            ConvBlock(width, 2 * width, 2),
+            ConvBlock(2 * width, 2 * width, 1),
         )
         self.head = nn.Linear(2 * width, 10)
 
@@ -82,6 +85,8 @@ class Program(ProgramDefaults):
         mine = share_of(self.batch, replica, replicas)
         step = start_step
         while True:
-            chosen = torch.from_numpy(np.random.default_rng((self.seed, step)).integers(0, len(images), self.batch)[mine])
+            chosen = torch.from_numpy(
+                np.random.default_rng((self.seed, step)).integers(0, len(images), self.batch)[mine]
+            )
             yield Batch((images[chosen],), {}, labels[chosen])
             step += 1

@@ -154,6 +154,7 @@ def _stage_spec(
         buckets=_bucket_specs(stage, parameters, rule),
         forward_s=sum(cost.forward_s for cost in costs),
         backward_s=sum(cost.backward_s for cost in costs),
+        draws=stage.draws,
     )
 
 

@@ -121,6 +121,7 @@ class StageSpec:
     buckets: tuple[Bucket, ...]  # last layers first: the order in which gradients become ready
     forward_s: float = 0.0
     backward_s: float = 0.0
+    draws: bool = False  # holds random operations
 
 
 @dataclass(frozen=True, slots=True)

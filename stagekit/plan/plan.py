@@ -134,7 +134,7 @@ def make_plan(
         lists,
         extension,
         timeline,
-        _bit_equal(model, compile),
+        _bit_equal(model, compile, replicas),
     )
 
 
@@ -175,8 +175,13 @@ def _predict(
     )
 
 
-def _bit_equal(model: ModelSpec, compile: str) -> str:
+def _bit_equal(model: ModelSpec, compile: str, replicas: int) -> str:
     """Say whether a step equals the unsplit model's bit for bit on CPU fp32, after the conditions measured to matter."""
+    drawing = next((stage for stage in model.stages if stage.draws), None)
+    if drawing is not None:
+        return f"no (stage {drawing.index} draws random numbers, seeded per chunk)"
+    if replicas > 1:
+        return f"no (gradients are summed over {replicas} replicas)"
     if compile != "eager":
         return f"no (compiled with {compile})"
     holders: dict[str, int] = {}

@@ -192,7 +192,8 @@ def _dependencies(
         for position, action in enumerate(row):
             if action.op in SENDS:
                 channel = posted[_channel(action, stage_ranks)]
-                if len(channel) >= SEND_CREDITS and action.op is not Op.SEND_F:
+                is_answered = action.op is Op.SEND_F and (action.stage, action.peer) in routes.backward
+                if len(channel) >= SEND_CREDITS and not is_answered:
                     waited = lists[channel[-SEND_CREDITS][0]][channel[-SEND_CREDITS][1]]
                     needs[rank, position].append(cells[_twin(waited)])
                 channel.append((rank, position))

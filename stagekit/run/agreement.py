@@ -128,12 +128,18 @@ def _add(
     parcels[key] = Parcel(before.inputs + inputs, before.target + target)
 
 
-def _target(placement: Placement, given: Sequence[Given], parcels: dict[tuple[int, int], Parcel]) -> Given:
+def _target(placement: Placement, given: Sequence[Given], parcels: dict[tuple[int, int], Parcel]) -> Given | None:
+    """Return whose target is used; None: nobody has one, the model computes its loss itself."""
     last = placement.last_rank
     if given[last].target_tree is not None:
         return given[last]
     if given[0].target_tree is None:
-        raise UserError(f"no target on rank 0 (first stage) or rank {last} (last stage); pass it on one of them")
+        elsewhere = [rank for rank, g in enumerate(given) if g.target_tree is not None]
+        if elsewhere:
+            raise UserError(
+                f"the target was passed on rank {elsewhere[0]}; pass it on rank 0 or {last}, first or last stage"
+            )
+        return None
     _add(parcels, placement, 0, placement.last_stage, target=tuple(range(len(given[0].target_ndims))))
     return given[0]
 

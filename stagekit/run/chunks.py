@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from stagekit.errors import ShapeError
 from stagekit.plan.contract import ModelSpec
@@ -80,17 +79,15 @@ def check_fixed_shapes(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[i
 
 
 def split_target(leaves: Sequence[Tensor], rows: int, sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
-    """Return, per chunk, the target's leaves: cut along dim 0 where that has the batch's rows, else whole."""
-    parts = [
-        torch.split(leaf, list(sizes), 0) if leaf.ndim and leaf.shape[0] == rows else (leaf,) * len(sizes)
-        for leaf in leaves
-    ]
+    """Return, per chunk, the target's leaves: cut along dim 0, a scalar whole.
+
+    Raises ShapeError for a leaf whose first dimension is not the batch: broadcasting would make a wrong loss of it.
+    """
+    for number, leaf in enumerate(leaves):
+        if leaf.ndim and leaf.shape[0] != rows:
+            raise ShapeError(
+                f"the target's leaf {number} has shape {tuple(leaf.shape)}, but the batch has {rows} rows; "
+                "its first dimension must be the batch (a scalar goes to every chunk whole)"
+            )
+    parts = [torch.split(leaf, list(sizes), 0) if leaf.ndim else (leaf,) * len(sizes) for leaf in leaves]
     return list(zip(*parts, strict=True)) if parts else [()] * len(sizes)
-
-
-def default_loss_weight(target: Any) -> float:
-    """Return the rows of a chunk's target: 1 for a scalar, 1 where there is no tensor."""
-    if isinstance(target, Tensor):
-        return float(target.shape[0]) if target.ndim else 1.0
-    leaf = next((leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)), None)
-    return float(leaf.shape[0]) if leaf is not None and leaf.ndim else 1.0

@@ -110,7 +110,8 @@ class GradientSums:
         parameters: Sequence[nn.Parameter],
     ) -> None:
         self._reducers, self._ties = dict(reducers), dict(ties)
-        self._parameters = list(parameters) if reducers or ties else []
+        self._parameters = list(parameters)
+        self._sets_aside = bool(reducers or ties)  # only this step's gradients may be summed over ranks
         self._earlier: list[Tensor | None] = []
 
     def attach(self, recorder: Recorder) -> None:
@@ -119,15 +120,24 @@ class GradientSums:
             reducer.recorder = recorder
 
     def begin(self) -> None:
-        """Set aside what `.grad` holds already: only this step's gradients are summed."""
-        self._earlier = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        """Set aside what `.grad` holds already; where nothing is summed, keep a copy of it, in case the step fails."""
+        if self._sets_aside:
+            self._earlier = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+        else:
+            self._earlier = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+
+    def abort(self) -> None:
+        """After a failed step: drop its gradients, the earlier ones are as before."""
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            parameter.grad = earlier
+        self._earlier = []
 
     def end(self) -> None:
-        """Add the earlier gradients again."""
+        """Add the earlier gradients again, where they were set aside."""
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
-            if earlier is not None:
+            if earlier is not None and self._sets_aside:
                 parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
         self._earlier = []
 

@@ -55,26 +55,33 @@ class LocalRun:
         if plan.compile != "eager":
             for runner in self._runners.values():
                 warm_up(runner, plan.model, device)
+        parameters = [p for runner in self._runners.values() for p in runner.module.parameters() if p.requires_grad]
+        ties = dict(enumerate(TieGroup([], None) for _ in routes_of(plan.model).ties))  # summed after the walk
+        self._sums = GradientSums({}, ties, parameters)
         self.step_number = 0
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> tuple[float, Any]:
         """Run one step; return the loss and the merged output."""
-        if target is None:
-            raise UserError("run_local needs a target")
         leaves = self._source.flatten_inputs(args, kwargs)
         rows = chunking.batch_rows(self._plan.model, leaves)
         if rows is None:
             raise UserError("no argument carries the batch")
         step = self._make_step(leaves, rows)
-        target_leaves, tree = pytree.tree_flatten(target)
+        target_leaves, tree = pytree.tree_flatten(target) if target is not None else ([], None)
         executors = self._executors(leaves, target_leaves, tree)
-        for executor in executors:
-            executor.begin(step)
-        for rank, position in self._plan.extension:
-            executors[rank].perform(position)
-        for executor in executors:
-            executor.finish()
-        self._tie_sums()
+        self._sums.begin()
+        try:
+            for executor in executors:
+                executor.begin(step)
+            for rank, position in self._plan.extension:
+                executors[rank].perform(position)
+            for executor in executors:
+                executor.finish()
+            self._tie_sums()
+        except BaseException:
+            self._sums.abort()
+            raise
+        self._sums.end()
         self.step_number += 1
         loss = self._loss
         output = merge_outputs(

@@ -34,7 +34,7 @@ class LossRunner:
         target_tree: Any,
         unflatten_output: Callable[[list[Any]], Any],
         loss_fn: LossFunction,
-        loss_weight: LossWeight,
+        loss_weight: LossWeight | None,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._inputs, self._target_tree = inputs, target_tree
@@ -64,11 +64,16 @@ class LossRunner:
     def prepare(self, sizes: Sequence[int]) -> None:
         """Cut the target and start summing the weights over replicas; called once per step, before the first chunk."""
         leaves = split_target(self._inputs.target(), sum(sizes), sizes)
-        if self._target_tree.is_leaf():
+        if self._target_tree is None:  # the model computes its loss itself
+            self.targets = [None] * len(sizes)
+        elif self._target_tree.is_leaf():
             self.targets = [chunk[0] for chunk in leaves]
         else:
             self.targets = [pytree.tree_unflatten(list(chunk), self._target_tree) for chunk in leaves]
-        self.weights = [float(self._loss_weight(target)) for target in self.targets]
+        if self._loss_weight is None:
+            self.weights = [float(size) for size in sizes]
+        else:
+            self.weights = [float(self._loss_weight(target)) for target in self.targets]
         total = sum(self.weights)
         if not min(self.weights) >= 0.0 or total != total:
             raise UserError(f"loss_weight returned {self.weights}; a weight is a number ≥ 0")

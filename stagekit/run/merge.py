@@ -1,7 +1,7 @@
 """Outputs of chunks put together again: one rule per leaf of what the model returns.
 
-The default concatenates a leaf that carries the batch, takes the weighted mean of a floating-point scalar, and the last
-chunk's value of anything else. `output_spec` of stagekit.pipeline says otherwise.
+The default concatenates a leaf that carries the batch and takes the weighted mean of a floating-point scalar; anything
+else must be equal in all chunks. `output_spec` of stagekit.pipeline says otherwise.
 """
 
 from __future__ import annotations
@@ -73,24 +73,29 @@ def merge_outputs(
 ) -> list[Any]:
     """Return the model's output leaves for the whole batch; `chunks` hold values by name, in chunk order.
 
-    Empty `rules` mean the defaults.
+    Empty `rules` mean the defaults. Raises UserError for a leaf that no default fits.
     """
     leaves: list[Any] = []
-    for output, rule in zip(outputs, rules or (None,) * len(outputs), strict=True):
+    for number, (output, rule) in enumerate(zip(outputs, rules or (None,) * len(outputs), strict=True)):
         if output.value is None:
             leaves.append(output.constant)
         else:
             parts = [chunk[output.value] for chunk in chunks]
-            leaves.append(_merge(parts, rule or _default(output, parts[0]), weights))
+            leaves.append(_merge(parts, rule or _default(number, output, parts), weights))
     return leaves
 
 
-def _default(output: OutputSpec, part: Tensor) -> Rule:
+def _default(number: int, output: OutputSpec, parts: list[Tensor]) -> Rule:
     if output.merge_dim is not None:
         return Cat(output.merge_dim)
-    if part.ndim == 0 and part.is_floating_point():
+    if parts[0].ndim == 0 and parts[0].is_floating_point():
         return Mean()
-    return lambda parts: parts[-1]
+    if all(torch.equal(parts[0], part) for part in parts[1:]):
+        return lambda parts: parts[0]
+    raise UserError(
+        f"output leaf {number}, {parts[0].dtype} {tuple(parts[0].shape)}, has no batch dimension and differs between "
+        "chunks; say with output_spec how to merge it: Sum(), Mean(), Stack() or a function"
+    )
 
 
 def _merge(parts: list[Tensor], rule: Rule, weights: Sequence[float]) -> Any:

@@ -7,6 +7,7 @@ Reads top to bottom: deploy, step, gradients, state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,7 +57,7 @@ class RunOptions:
     """What is the same for every step."""
 
     loss_fn: LossFunction
-    loss_weight: LossWeight
+    loss_weight: LossWeight | None  # None: a chunk's rows
     seed: int
     output_rules: tuple[Rule | None, ...] = ()  # per output leaf; empty: the defaults
 
@@ -148,11 +149,22 @@ class Run:
         """Run one training step on a whole batch: gradients are added to `.grad`, the optimizer is the caller's.
 
         The same call on every rank; a rank that owns none of the arguments calls `step()`. Raises UserError before
-        any compute for arguments that don't fit, StageError for what a stage raised, PeerError for a lost neighbour.
+        any compute for arguments that don't fit, StageError for what a stage raised, PeerError for a lost neighbour;
+        gradients are then as before the step. An error that is caught on one rank does not reach the others, which wait
+        for that rank until the group's timeout: let it end the process.
         """
         self.begin_step(*args, target=target, **kwargs)
-        self.executor.run_list()
+        with self._undone_on_error():
+            self.executor.run_list()
         return self.end_step()
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._sums.abort()
+            raise
 
     def begin_step(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
         """Agree on the batch and hand it out; then `perform_chunk` or the whole list, then `end_step`."""
@@ -167,12 +179,14 @@ class Run:
 
     def perform_chunk(self, op: str, stage: int, chunk: int) -> None:
         """Run F or B of one chunk by hand, with the transfers around it (PipelineStage)."""
-        self.executor.perform_chunk(op, stage, chunk)
+        with self._undone_on_error():
+            self.executor.perform_chunk(op, stage, chunk)
 
     def end_step(self) -> StepResult:
         """Finish reductions and sends, and share the loss."""
         executor = self.executor
-        executor.finish()
+        with self._undone_on_error():
+            executor.finish()
         self._sums.end()
         self.step_number += 1
         if self._hooks:
@@ -243,12 +257,10 @@ class Run:
             self._check_given(leaves, target)
             self._check_own(leaves, header)
             return header
+        packed = torch.full((Header.length(len(fixed), ndims),), -1, dtype=torch.int64, device=device)  # "refused"
         try:
             header = self._read_header(leaves, target, ndims)
             packed = header.pack(device)
-        except UserError:
-            packed = torch.full((Header.length(len(fixed), ndims),), -1, dtype=torch.int64, device=device)
-            raise
         finally:
             works = [(transport.send([packed], peer, TAG_HEADER), peer) for peer in range(1, self.plan.num_ranks)]
             for work, peer in works:

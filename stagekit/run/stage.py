@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from stagekit.plan.contract import Edge, StageSpec, ValueRef
 
@@ -120,7 +121,10 @@ class StageRunner:
         self._set_seed_base(seed_base)
         with torch.enable_grad():
             outputs = self._call(*arguments)
-        with torch.no_grad():
+        # Statistics move once per chunk: write the old ones back. The graph that was just made saved these buffers and
+        # checks their versions, though a backward in training mode does not read their values.
+        tensors = tuple(buffer for buffer, _ in buffers)
+        with torch.no_grad(), _unsafe_preserve_version_counter(tensors):
             for buffer, value in buffers:
                 buffer.copy_(value)
         return outputs

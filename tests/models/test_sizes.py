@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import stagekit
-from stagekit.errors import ShapeError
-from stagekit.testing import run_local
+from stagekit.errors import ShapeError, StagekitError, UserError
+from stagekit.run.local import LocalRun
+from stagekit.testing import InProcessTransport, Mailbox, run_local
 
 
 def mean_square(output, target):
@@ -91,3 +92,108 @@ def test_compiled_dropout_takes_every_seed_and_is_independent_of_the_cut(seed):
         for stages in (1, 2)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.second(torch.tanh(self.first(x)))
+        return {"y": y, "mean": y.mean(0), "loss": (y**2).mean()}
+
+
+def two_outputs(**more):
+    return stagekit.pipeline(
+        TwoOutputs, args=(torch.randn(4, 4),), loss_fn=lambda output, target: output["loss"], stages=2, chunks=2, **more
+    )
+
+
+def test_an_output_without_a_batch_is_refused_by_name_unless_the_caller_says_how_to_merge_it():
+    with pytest.raises(UserError, match=r"output leaf 1, torch.float32 \(4,\), has no batch dimension"):
+        run_local(two_outputs(), torch.randn(8, 4), target=torch.zeros(8))
+    rules = {"y": None, "mean": stagekit.Mean(), "loss": None}
+    result = run_local(two_outputs(output_spec=rules), torch.randn(8, 4), target=torch.zeros(8))
+    torch.testing.assert_close(result.output["mean"], result.output["y"].mean(0))
+
+
+def test_a_loss_that_the_model_computes_needs_no_target_and_is_weighted_by_rows():
+    torch.manual_seed(0)
+    model = TwoOutputs()
+    x = torch.randn(5, 4)
+    rules = {"y": None, "mean": stagekit.Stack(), "loss": None}
+    result = run_local(two_outputs(output_spec=rules), x, target=None)
+    assert result.loss == pytest.approx(model(x)["loss"].item(), rel=1e-6)
+
+
+def test_a_target_of_another_number_of_rows_is_refused_instead_of_broadcast():
+    def build():
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    pipe = stagekit.pipeline(build, args=(torch.randn(2, 4),), loss_fn=mean_square, stages=2, chunks=4)
+    with pytest.raises(StagekitError, match=r"has shape \(6, 4\), but the batch has 4 rows"):
+        run_local(pipe, torch.randn(4, 4), target=torch.randn(6, 4))
+
+
+def test_a_failed_step_leaves_the_gradients_as_they_were():
+    fails = {"at": None, "calls": 0}
+
+    def loss(output, target):
+        fails["calls"] += 1
+        if fails["calls"] == fails["at"]:
+            raise ValueError("no")
+        return mean_square(output, target)
+
+    def build():
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    pipe = stagekit.pipeline(build, args=(torch.randn(2, 4),), loss_fn=loss, stages=2, chunks=4)
+    run = LocalRun(pipe.source, pipe.plan, pipe.options, in_process())
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+    run.step((x,), {}, target)
+    once = {name: gradient.clone() for name, gradient in run.gradients().items()}
+    fails["at"] = fails["calls"] + 3
+    with pytest.raises(StagekitError, match="ValueError: no"):
+        run.step((x,), {}, target)
+    assert all(torch.equal(once[name], gradient) for name, gradient in run.gradients().items())
+    run.step((x,), {}, target)
+    for name, gradient in run.gradients().items():
+        torch.testing.assert_close(gradient, 2 * once[name])
+
+
+def in_process():
+    mailbox = Mailbox()
+    return lambda rank: InProcessTransport(rank, mailbox)
+
+
+def test_recomputed_stages_with_batchnorm_train_as_the_plain_module():
+    def build():
+        return nn.Sequential(
+            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        )
+
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+    results = [
+        run_local(
+            stagekit.pipeline(
+                build, args=(x[:4],), loss_fn=mean_square, stages=3, chunks=2, recompute=recompute, schedule="gpipe"
+            ),
+            x,
+            target=target,
+        )
+        for recompute in (False, True)
+    ]
+    assert results[0].loss == results[1].loss
+    assert all(torch.equal(results[0].grads[name], results[1].grads[name]) for name in results[0].grads)
+    assert all(torch.equal(results[0].buffers[name], results[1].buffers[name]) for name in results[0].buffers)
+
+
+def test_the_plan_says_when_a_job_is_not_bit_equal_and_why():
+    def build():
+        return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+
+    common = {"args": (torch.randn(4, 4),), "loss_fn": mean_square, "stages": 2, "chunks": 2}
+    assert "draws random numbers" in stagekit.pipeline(build, **common).plan.bit_equal
+    plain = stagekit.pipeline(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **common, replicas=2)
+    assert plain.plan.bit_equal == "no (gradients are summed over 2 replicas)"

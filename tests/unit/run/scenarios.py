@@ -8,7 +8,6 @@ from torch import nn
 from stagekit import api
 from stagekit.errors import UserError
 from stagekit.plan.plan import make_plan
-from stagekit.run.chunks import default_loss_weight
 from stagekit.run.runtime import Run, RunOptions
 from stagekit.testing import ChainSource
 
@@ -43,7 +42,7 @@ def plain_loop(model, x, target, chunks, mask=None):
 def chain_run(count, schedule, group, *, replicas=1):
     source = ChainSource(modules(count), WIDTH, ROWS // CHUNKS)
     plan = make_plan(source.spec, schedule=schedule, num_chunks=CHUNKS, replicas=replicas)
-    return Run(source, plan, RunOptions(mean_square, default_loss_weight, 0), torch.device("cpu"), group)
+    return Run(source, plan, RunOptions(mean_square, None, 0), torch.device("cpu"), group)
 
 
 def gradients(run):
@@ -172,7 +171,7 @@ def everything(rank):
 def fails_in_stage_1(rank):
     source = ChainSource([modules(1)[0], Breaks()], WIDTH, 1)
     plan = make_plan(source.spec, schedule="1f1b", num_chunks=2)
-    run = Run(source, plan, RunOptions(mean_square, default_loss_weight, 0), torch.device("cpu"), None)
+    run = Run(source, plan, RunOptions(mean_square, None, 0), torch.device("cpu"), None)
     x, target = batch(2)
     run.step(x, target=target)
 

@@ -6,7 +6,6 @@ from torch import nn
 
 from stagekit.errors import ShapeError, StageError
 from stagekit.plan.plan import make_plan
-from stagekit.run.chunks import default_loss_weight
 from stagekit.run.local import LocalRun
 from stagekit.run.runtime import RunOptions
 from stagekit.testing import ChainSource, InProcessTransport, Mailbox
@@ -23,7 +22,7 @@ def mean_square(output, target):
     return ((output - target) ** 2).mean()
 
 
-def local(stages, *, schedule="1f1b", chunks=4, loss=mean_square, weight=default_loss_weight, recompute=False):
+def local(stages, *, schedule="1f1b", chunks=4, loss=mean_square, weight=None, recompute=False):
     source = ChainSource(stages, WIDTH, 2)
     per_rank = 1
     plan = make_plan(source.spec, schedule=schedule, num_chunks=chunks, stages_per_rank=per_rank, recompute=recompute)
@@ -31,7 +30,7 @@ def local(stages, *, schedule="1f1b", chunks=4, loss=mean_square, weight=default
     return LocalRun(source, plan, RunOptions(loss, weight, 0), lambda rank: InProcessTransport(rank, mailbox))
 
 
-def unsplit(stages, x, target, chunks, weight=default_loss_weight):
+def unsplit(stages, x, target, chunks, weight=len):
     model = nn.Sequential(*stages)
     xs, targets = x.tensor_split(chunks), target.tensor_split(chunks)
     total = sum(weight(t) for t in targets)
