@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from stagekit.plan.plan import Plan, make_plan
-from stagekit.run.chunks import default_loss_weight
 from stagekit.run.runtime import Run, RunOptions, StepResult
 from stagekit.testing import ChainSource
 
@@ -77,12 +76,14 @@ class Ours:
     def __init__(self, stages: Sequence[nn.Module], schedule: str, chunks: int, group: dist.ProcessGroup) -> None:
         source = ChainSource(stages, WIDTH, ROWS)
         self.plan: Plan = make_plan(source.spec, schedule=schedule, num_chunks=chunks)
-        self.run = Run(source, self.plan, RunOptions(mean_square, default_loss_weight, 0), torch.device("cpu"), group)
+        self.run = Run(source, self.plan, RunOptions(mean_square, None, 0), torch.device("cpu"), group)
         rank, x, target = dist.get_rank(group), *batch(chunks)
         self._args = (x,) if rank == 0 else ()
         self._target = target if rank == len(stages) - 1 else None
         self.after_step: Callable[[StepResult, float], None] | None = None  # gets the result and the step's seconds
-        self.bare = Bare(source.stage_module(rank, device=torch.device("cpu"), compile="eager"), chunks, rank, len(stages) - 1)
+        self.bare = Bare(
+            source.stage_module(rank, device=torch.device("cpu"), compile="eager"), chunks, rank, len(stages) - 1
+        )
 
     def step(self) -> None:
         """Run one step from zeroed gradients."""
