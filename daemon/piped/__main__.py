@@ -25,7 +25,6 @@ def build_parser() -> argparse.ArgumentParser:
     coordinator.add_argument("--health", metavar="HOST:PORT", help="grpc.health.v1 alone (127.0.0.1:7402)")
     coordinator.add_argument("--beat-s", type=float, metavar="S", help="a node's beat (1.0)")
     coordinator.add_argument("--lease-ttl-s", type=float, metavar="S", help="silence after which a node is lost (4.0)")
-    coordinator.add_argument("--start-deadline-s", type=float, metavar="S", help="time for every rank to join (120)")
 
     node = commands.add_parser("node", help="run workers on this machine", allow_abbrev=False)
     _daemon_flags(node)

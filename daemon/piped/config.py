@@ -36,7 +36,6 @@ class CoordinatorConfig:
     health: str = "127.0.0.1:7402"  # grpc.health.v1 alone, plaintext
     beat_s: float = 1.0
     lease_ttl_s: float = 4.0
-    start_deadline_s: float = 120.0
     insecure: bool = False
 
 
@@ -62,7 +61,7 @@ def load_coordinator(file: Path | None, overrides: Mapping[str, object]) -> Coor
     config = CoordinatorConfig(**values)
     for key in ("listen", "http", "health"):
         parse_address(getattr(config, key), key)
-    for key in ("beat_s", "lease_ttl_s", "start_deadline_s"):
+    for key in ("beat_s", "lease_ttl_s"):
         _positive(getattr(config, key), key)
     if config.lease_ttl_s < 2 * config.beat_s:
         raise ConfigError(

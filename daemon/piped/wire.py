@@ -66,6 +66,7 @@ def spec_from_proto(message: spec_pb2.JobSpec) -> JobSpec:
         env=tuple(sorted(message.env.items())),
         source_sha256=message.source_sha256,
         payload=message.SerializeToString(deterministic=True),
+        start_timeout_s=message.start_timeout_s,
     )
 
 

@@ -57,6 +57,7 @@ def parse_duration(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 50)]
 Seconds = Annotated[int, BeforeValidator(parse_duration), Field(ge=0, le=86_400)]
+Timeout = Annotated[int, BeforeValidator(parse_duration), Field(ge=1, le=86_400)]
 
 
 class _Strict(BaseModel):
@@ -134,6 +135,9 @@ class Recovery(_Strict):
     """How a job ends and what it survives."""
 
     grace: Seconds = Field(30, description="between SIGTERM and SIGKILL when the job is cancelled")
+    start_timeout: Timeout = Field(
+        600, description="for the nodes to prepare, and again for every rank to import, cut, compile and join"
+    )
 
 
 class Observe(_Strict):
@@ -378,6 +382,7 @@ def to_proto(job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "
         python=job.python or "",
         source_sha256=source_sha256,
         grace_s=job.recovery.grace,
+        start_timeout_s=job.recovery.start_timeout,
     )
 
 
@@ -412,7 +417,7 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
         "backend": backend,
         "resources": {"device": spec.resources.device, "slots_per_node": spec.resources.slots_per_node or None},
         "checkpoint": {"dir": spec.checkpoint.dir} if spec.checkpoint.dir else None,
-        "recovery": {"grace": spec.grace_s},
+        "recovery": {"grace": spec.grace_s, "start_timeout": spec.start_timeout_s},
         "observe": {"trace_steps": list(spec.observe.trace_steps)},
         "env": {name: (None if name in spec.redacted_env else value) for name, value in spec.env.items()},
     }

@@ -65,12 +65,11 @@ class _Batch:
 class Engine:
     """Owns the state. `run` is the one task that changes it."""
 
-    def __init__(self, state: State, store: Commits, *, start_deadline_s: float) -> None:
+    def __init__(self, state: State, store: Commits) -> None:
         self.state = state
         self.links: Links | None = None  # set by the composition root before `run`
         self.is_storing = True  # False while the disk refuses commits: nothing changes, running jobs go on
         self._store = store
-        self._start_deadline_s = start_deadline_s
         self._inbox: asyncio.Queue[_Posted | None] = asyncio.Queue()  # None: no more will come
         self._deadlines: dict[int, asyncio.TimerHandle] = {}
         self._watchers: dict[str, set[asyncio.Event]] = {}
@@ -165,8 +164,8 @@ class Engine:
                     self.notify(job_id)
                 case fx.PlaceQueued():
                     pass  # done before the commit
-                case fx.ArmStartDeadline(fence):
-                    self._arm(fence, self._start_deadline_s)
+                case fx.ArmStartDeadline(fence, after_s):
+                    self._arm(fence, after_s)
                 case fx.SendDesired(node_id) if self.links is not None:
                     self.links.send_desired(node_id)
                 case fx.CloseSession(node_id, reason) if self.links is not None:

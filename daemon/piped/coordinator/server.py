@@ -87,7 +87,7 @@ class Coordinator:
         self._config = config
         self._closing = Closing()
         self._is_ready = False
-        self._engine = Engine(state, store, start_deadline_s=config.start_deadline_s)
+        self._engine = Engine(state, store)
         self._nodes, board, bulk = self._build_nodes(state)
         self._http = HttpSide(self._engine, lambda: self._is_ready and self._engine.is_storing)
         version = importlib.metadata.version("pipectl")

@@ -64,7 +64,7 @@ def reserve(draft: Draft, job: Job, placed: tuple[RankPlacement, ...]) -> None:
     )
     names = ", ".join(dict.fromkeys(each.node_name for each in placed))
     draft.record("job_placed", f"attempt {attempt.attempt}, fence {fence}, on {names}", job_id=job.job_id)
-    draft.add_effect(ArmStartDeadline(fence))
+    draft.add_effect(ArmStartDeadline(fence, job.spec.start_timeout_s))
     draft.send_desired(attempt)
 
 
@@ -92,7 +92,7 @@ def prepared(draft: Draft, event: events.AttemptPrepared) -> str:
     attempt = move(move(attempt, _A.PREPARED), _A.COMMITTED)
     draft.put_attempt(attempt)
     draft.record("job_committed", "every node is prepared; workers may start", job_id=attempt.job_id)
-    draft.add_effect(ArmStartDeadline(attempt.fence))
+    draft.add_effect(ArmStartDeadline(attempt.fence, draft.jobs[attempt.job_id].spec.start_timeout_s))
     draft.send_desired(attempt)
     return "every node is prepared"
 
@@ -110,12 +110,13 @@ def start_deadline_passed(draft: Draft, event: events.StartDeadlinePassed) -> st
     attempt = draft.attempts.get(event.fence)
     if attempt is None or attempt.state not in (_A.PREPARING, _A.COMMITTED):
         return "the attempt is past its start"
+    within = f"within {draft.jobs[attempt.job_id].spec.start_timeout_s} s (recovery.start_timeout)"
     if attempt.state is _A.PREPARING:
         late = {each.node_name for each in attempt.placement if each.node_id not in attempt.prepared_nodes}
-        reason = f"not prepared before the start deadline: {', '.join(sorted(late))}"
+        reason = f"not prepared {within}: {', '.join(sorted(late))}"
         _stop(draft, attempt, _A.ABORTED, reason, grace_s=0.0)
         return reason
-    reason = f"{root_cause.START_TIMEOUT}: not every rank joined before the start deadline"
+    reason = f"{root_cause.START_TIMEOUT}: not every rank joined {within}"
     _stop(draft, attempt, _A.FAILED, reason, grace_s=0.0)
     return reason
 

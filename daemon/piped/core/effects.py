@@ -28,9 +28,10 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class ArmStartDeadline:
-    """Post StartDeadlinePassed for the fence after the start deadline; replaces an earlier one of the fence."""
+    """Post StartDeadlinePassed for the fence after so many seconds; replaces an earlier one of the fence."""
 
     fence: int
+    after_s: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +60,5 @@ _STARTING = (AttemptState.RESERVED, AttemptState.PREPARING, AttemptState.PREPARE
 
 def pending(state: State) -> tuple[Effect, ...]:
     """Return the effects that a coordinator which just loaded `state` must perform."""
-    return tuple(ArmStartDeadline(each.fence) for each in state.attempts.values() if each.state in _STARTING)
+    starting = [each for each in state.attempts.values() if each.state in _STARTING]
+    return tuple(ArmStartDeadline(each.fence, state.jobs[each.job_id].spec.start_timeout_s) for each in starting)

@@ -113,6 +113,7 @@ class JobSpec:
     env: tuple[tuple[str, str], ...]
     source_sha256: str
     payload: bytes
+    start_timeout_s: int = 600  # the default is for jobs that were stored before there was a choice
 
     @property
     def pp_ranks(self) -> int:

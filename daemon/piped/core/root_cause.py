@@ -127,7 +127,7 @@ def _start_timeout(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
     is_lost = _is_lost(nodes, place.node_id)
     return Failure(
         FailureReason.NODE_LOST if is_lost else FailureReason.START_TIMEOUT,
-        f"not every rank joined before the start deadline: {names}",
+        f"{attempt.stop_trigger.removeprefix(START_TIMEOUT + ': ')}: {names}",
         place.rank,
         place.node_name,
         place.stages,

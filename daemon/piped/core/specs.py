@@ -16,6 +16,7 @@ from piped.errors import FieldViolation, SpecError
 SCHEDULES = ("gpipe", "1f1b")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_RANKS = 4096
+MAX_SECONDS = 86_400
 MAX_ENV_BYTES = 131_068  # of NAME=VALUE and its NUL; execve refuses a longer string (E2BIG)
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?")
 ENV_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
@@ -46,6 +47,8 @@ def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "train.steps", f"is {spec.steps}; at least 1 step is needed"
     if spec.log_every < 1:
         yield "train.log_every", f"is {spec.log_every}; it must be at least 1"
+    if not 1 <= spec.start_timeout_s <= MAX_SECONDS:
+        yield "recovery.start_timeout", f"is {spec.start_timeout_s} s; it must be 1 to {MAX_SECONDS}"
     if spec.device not in DEVICES:
         yield "resources.device", f"{spec.device!r} is unknown; use one of {', '.join(DEVICES)}"
     if spec.source_sha256 and not SHA256.fullmatch(spec.source_sha256):

@@ -34,9 +34,9 @@ import asyncio, sys
 from pathlib import Path
 from piped.config import CoordinatorConfig
 from piped.coordinator.server import run
-listen, beat_s, ttl_s, deadline_s = sys.argv[2], *map(float, sys.argv[3:6])
+listen, beat_s, ttl_s = sys.argv[2], *map(float, sys.argv[3:5])
 config = CoordinatorConfig(Path(sys.argv[1]), listen=listen, http="127.0.0.1:0", health="127.0.0.1:0", beat_s=beat_s,
-                           lease_ttl_s=ttl_s, start_deadline_s=deadline_s)
+                           lease_ttl_s=ttl_s)
 sys.exit(asyncio.run(run(config)))
 """
 
@@ -61,13 +61,12 @@ class CoordinatorProcess:
     state_dir: Path
     beat_s: float = 0.2
     lease_ttl_s: float = 1.0
-    start_deadline_s: float = 30.0
     address: str = "127.0.0.1:0"
     process: asyncio.subprocess.Process | None = None
     endpoints: dict[str, Any] = field(default_factory=dict)
 
     async def spawn(self) -> asyncio.subprocess.Process:
-        times = [str(each) for each in (self.beat_s, self.lease_ttl_s, self.start_deadline_s)]
+        times = [str(each) for each in (self.beat_s, self.lease_ttl_s)]
         with (self.state_dir.parent / f"{self.state_dir.name}.log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", PROGRAM, str(self.state_dir), self.address, *times),
@@ -157,6 +156,7 @@ def spec(name: str = "gpt", *, stages: int = 2, replicas: int = 1, **changes: An
         backend="BACKEND_AUTO",
         resources=spec_pb2.ResourcesSpec(device="auto"),
         grace_s=5,
+        start_timeout_s=30,
     )
     message.MergeFrom(spec_pb2.JobSpec(**changes))
     return message

@@ -109,12 +109,13 @@ def test_a_node_that_cannot_prepare_sends_the_job_back_and_the_third_time_fails_
 def test_ranks_that_never_join_fail_the_job_at_the_start_deadline_by_name(served: Served) -> None:
     async def scenario() -> None:
         async with (
-            served(start_deadline_s=0.5) as (coordinator, client),
+            served() as (coordinator, client),
             ScriptedNode(coordinator.address, "n1", joins=False).running(),
         ):
-            job_id = (await client.submit(spec())).job_id
+            job_id = (await client.submit(spec(start_timeout_s=1))).job_id
             job = await client.until_state(job_id, "FAILED")
             assert job.failure.reason == jobs_pb2.FAILURE_REASON_START_TIMEOUT
+            assert "not every rank joined within 1 s (recovery.start_timeout)" in job.failure.message
             assert "rank 0 on n1 (stages 0, spawned)" in job.failure.message
 
     asyncio.run(scenario())

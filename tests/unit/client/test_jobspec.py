@@ -68,6 +68,7 @@ def test_a_good_file_survives_the_wire_unchanged():
         ("train: {steps: 3}", "train: {steps: 3}\nenv: {lower: x}", ["lower: not an environment name"]),
         ("train: {steps: 3}", "train: {steps: 3}\nenv: {LD_PRELOAD: x}", ["LD_PRELOAD: reserved"]),
         ("train: {steps: 3}", "train: {steps: 3}\nrecovery: {grace: soon}", ["recovery.grace", '"30s"']),
+        ("train: {steps: 3}", "train: {steps: 3}\nrecovery: {start_timeout: 0s}", ["recovery.start_timeout: '0s'"]),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_what_to_do(before, after, told):

@@ -45,9 +45,9 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def running(start_deadline_s=60.0):
+async def running():
     disk = Disk()
-    engine = Engine(disk.state, disk, start_deadline_s=start_deadline_s)
+    engine = Engine(disk.state, disk)
     engine.links = Wire(disk)
     task = asyncio.create_task(engine.run())
     try:
@@ -105,24 +105,24 @@ def test_a_refusal_reaches_the_one_who_asked():
 
 def test_the_start_deadline_comes_back_as_an_event():
     async def scenario():
-        async with running(start_deadline_s=0.01) as (engine, _disk):
+        async with running() as (engine, _disk):
             changed, end = engine.watch("j1")
             await engine.post(registration("n1"))
-            await engine.post(submission())
+            await engine.post(submission(start_timeout_s=0.05))
             while not engine.state.attempts[1].stop_trigger:
                 changed.clear()
                 await asyncio.wait_for(changed.wait(), 5)
             end()
-            assert engine.state.attempts[1].stop_trigger == "not prepared before the start deadline: n1"
+            assert engine.state.attempts[1].stop_trigger == "not prepared within 0.05 s (recovery.start_timeout): n1"
 
     asyncio.run(scenario())
 
 
 def test_a_start_deadline_that_a_full_disk_refused_comes_again():
     async def scenario():
-        async with running(start_deadline_s=0.05) as (engine, disk):
+        async with running() as (engine, disk):
             await engine.post(registration("n1"))
-            await engine.post(submission())
+            await engine.post(submission(start_timeout_s=0.05))
             disk.is_full = True
             await until(lambda: not engine.is_storing)
             assert not engine.state.attempts[1].stop_trigger

@@ -34,7 +34,7 @@ class SlowDisk:
 @contextlib.asynccontextmanager
 async def served():
     disk = SlowDisk()
-    engine = Engine(State("c1", epoch=1), disk, start_deadline_s=60.0)
+    engine = Engine(State("c1", epoch=1), disk)
     leases = Leases(60.0, last_tick_s=0.0, not_before_s=0.0)
     service = engine.links = NodeService(engine, ProgressBoard(), BulkLinks(), leases, beat_s=1.0)
     server = grpc.aio.server()

@@ -47,5 +47,15 @@ def test_both_take_the_same_environment(name, value):
         assert is_good(env=((name, value),))
 
 
+@pytest.mark.parametrize("seconds", [0, 1, 600, 86_400, 86_401])
+def test_both_take_the_same_start_timeouts(seconds):
+    try:
+        jobspec.load_text(text() + f"recovery: {{start_timeout: {seconds}}}\n".encode(), "job.yaml")
+    except jobspec.SpecError:
+        assert not is_good(start_timeout_s=seconds)
+    else:
+        assert is_good(start_timeout_s=seconds)
+
+
 def test_both_know_the_same_schedules():
     assert specs.SCHEDULES == jobspec.SCHEDULES

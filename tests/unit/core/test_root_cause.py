@@ -75,7 +75,7 @@ def test_a_start_timeout_names_the_missing_ranks_even_after_they_were_stopped():
     c.feed(events.WorkerJoined("n1", 1, 0), events.WorkerSpawned("n1", 1, 1, 77, 5), events.StartDeadlinePassed(1))
     c.exit(1, code=None, signal=9, by_supervisor=True, log_tail="first\nimporting torch\n")
     assert verdict(c).message == (
-        "not every rank joined before the start deadline: rank 1 on n1 (stages 1, spawned, last log line: importing "
+        "not every rank joined within 600 s (recovery.start_timeout): rank 1 on n1 (stages 1, spawned, last log line: importing "
         "torch); rank 2 on n1 (stages 2, planned)"
     )
 
