@@ -12,6 +12,7 @@ from typing import Any
 from stagekit.errors import UserError
 
 REQUIRED = ("build_model", "example_inputs", "loss", "optimizer", "batches")
+NOT_YET = ("evaluate", "parallelize", "collect")  # of the Program protocol; ignoring one would train something else
 
 
 def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = None) -> Any:
@@ -41,6 +42,10 @@ def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = 
     missing = [name for name in REQUIRED if not callable(getattr(program_class, name, None))]
     if missing:
         raise UserError(f"program {path}: {class_name} lacks {', '.join(missing)}; see stagekit.program.Program")
+    unsupported = [name for name in NOT_YET if hasattr(program_class, name)]
+    if unsupported or getattr(program_class, "mode", "train") != "train":
+        what = ", ".join(unsupported) or f'mode = "{program_class.mode}"'
+        raise UserError(f"program {path}: {what} is not supported by this version; remove it from {class_name}")
     try:
         inspect.signature(program_class).bind(**params)
     except TypeError as error:

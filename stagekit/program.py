@@ -55,16 +55,12 @@ class ProgramDefaults:
     chunks = 1  # set by the runtime before `example_inputs`: a replica's rows of one step are cut into that many
     replicas = 1  # set by the runtime before `example_inputs`: the batch is shared by that many
 
-    def loss_weight(self, target: Any) -> float:
-        """Weight of a chunk's mean loss: its rows. Override with e.g. the number of valid tokens."""
-        leaf = target
-        while not isinstance(leaf, Tensor):
-            leaf = next(iter(leaf.values())) if isinstance(leaf, Mapping) else leaf[0]
-        return float(leaf.shape[0]) if leaf.ndim else 1.0
-
     def tokens(self, target: Any) -> int:
         """Tokens of a chunk, for tokens/s: elements of the target."""
         return target.numel() if isinstance(target, Tensor) else 0
 
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called after each step on the last stage of replica 0, with "loss", "step_s" and "tokens_per_s"."""
+    # Optional, by presence alone:
+    #   loss_weight(self, target) -> float       weight of a chunk's mean loss; rows where it is not defined
+    #   scheduler(self, optimizer) -> LRScheduler      stepped after each optimizer step
+    #   on_step(self, step, metrics) -> bool | None    after each step on the last stage of replica 0, with "loss",
+    #       "step_s" and "tokens_per_s"; True ends the job after this step: all ranks stop, weights are saved

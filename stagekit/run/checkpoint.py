@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,32 @@ from torch import Tensor
 from stagekit.errors import UserError
 
 MANIFEST = "MANIFEST.json"
+
+
+def prove_shared(
+    directory: Path, fence: int, rank: int, shard_ranks: Sequence[int], barrier: Callable[[], None]
+) -> None:
+    """Before training: show that every rank can write `directory` and that the first one sees what they wrote.
+
+    Raises UserError, which otherwise would come after the last step and lose it all.
+    """
+    probes = directory / ".tmp" / f"probe.{fence}"
+    if rank in shard_ranks:
+        try:
+            probes.mkdir(parents=True, exist_ok=True)
+            (probes / str(rank)).touch()
+        except OSError as error:
+            raise UserError(f"checkpoint.dir {directory} can't be written on this node: {error.strerror}") from error
+    barrier()
+    if rank == shard_ranks[0]:
+        missing = [other for other in shard_ranks if not (probes / str(other)).exists()]
+        if missing:
+            raise UserError(
+                f"checkpoint.dir {directory} is not one folder: rank {rank} does not see what ranks {missing} wrote; "
+                "name a path that all nodes share"
+            )
+        shutil.rmtree(probes)
+    barrier()
 
 
 def save(

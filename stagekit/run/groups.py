@@ -96,6 +96,13 @@ class Groups:
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.replicas)
         return int(ends[0] + ends[1])
 
+    def any_of_world(self, flag: bool) -> bool:
+        """Return, on every rank, whether any rank said True."""
+        said = torch.tensor([int(flag)], dtype=torch.int64, device=self.comm_device)
+        if self._world is not None:
+            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._world)
+        return bool(said)
+
     def share_clock_base(self) -> int:
         """Return rank 0's clock, on every rank: times are sent relative to it."""
         base = torch.tensor(

@@ -455,6 +455,11 @@ class Run:
         return self._executor
 
     @property
+    def chunk_targets(self) -> list[Any]:
+        """The last step's targets by chunk, on the rank of the last stage; elsewhere nothing."""
+        return list((self._loss_runner.targets if self._loss_runner else None) or ())
+
+    @property
     def own_stages(self) -> tuple[int, ...]:
         """Stages on this rank."""
         return self.placement.own_stages

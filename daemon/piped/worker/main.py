@@ -67,9 +67,7 @@ def describe_failure(error: BaseException, text: str) -> dict[str, Any]:
             if isinstance(cause, PeerError):
                 peer_rank = error.global_peer(cause.peer_rank)
             error = cause
-    root: BaseException = error
-    while root.__cause__ is not None and not is_transport:
-        root = root.__cause__
+    root = error if is_transport else unwrapped(error)
     message = f"{type(root).__name__}: {root}".splitlines()[0][:500]
     return {
         "is_transport": is_transport,
@@ -81,13 +79,20 @@ def describe_failure(error: BaseException, text: str) -> dict[str, Any]:
     }
 
 
+def unwrapped(error: BaseException) -> BaseException:
+    """Return what went wrong, without the wrappers of ours that say where; its own causes belong to it."""
+    while type(error).__name__ in ("TrainingError", "StageError") and error.__cause__ is not None:
+        error = error.__cause__  # by name: stagekit may be what can't be imported
+    return error
+
+
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of what went wrong, without the wrappers that carried it here, and where it did."""
-    where, root = "", error
-    while root.__cause__ is not None:
-        if type(root).__name__ == "StageError":  # by name: stagekit may be what can't be imported
-            where = str(root).partition(f": {type(root.__cause__).__name__}")[0]
-        root = root.__cause__
+    """Return the traceback of what went wrong, and where it did."""
+    root, where, outer = unwrapped(error), "", error
+    while outer is not root and outer.__cause__ is not None:
+        if type(outer).__name__ == "StageError":
+            where = str(outer).partition(f": {type(root).__name__}")[0]
+        outer = outer.__cause__
     text = "".join(traceback.format_exception(root))
     return f"{text}raised in {where}\n" if where else text
 

@@ -32,9 +32,10 @@ class Observer:
         self._link, self._run, self._folder, self._steps = link, run, folder, steps
         self.samples = Samples()
         self.is_reporter = run.replica == 0 and run.rank == run.placement.last_rank
-        self.tokens = 0  # of the current step's target, counted by the loss weight
+        self.tokens = 0  # of the current step's target, counted by the trainer
         self._sent_at = float("-inf")
         self._records = (folder / "steps.jsonl").open("w") if self.is_reporter else None
+        self._waiting = {(op, s) for op in _PHASE for s in run.own_stages if self._waits_for_peer(op, s)}
         self._declare(expected)
 
     def _declare(self, expected: dict[str, float]) -> None:
@@ -86,7 +87,7 @@ class Observer:
                 phase = _PHASE[action.op]
                 busy_ns += duration_ns
                 samples.observe("piped_chunk_duration_seconds", duration_ns * 1e-9, stage=stage, phase=phase)
-                if self._waits_for_peer(action.op, action.stage):
+                if (action.op, action.stage) in self._waiting:
                     wait_s = recorder.wait_ns[i] * 1e-9
                     samples.observe("piped_p2p_wait_seconds", wait_s, stage=stage, direction=f"recv_{phase}")
             elif action.op in _SENDS:

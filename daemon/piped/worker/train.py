@@ -96,6 +96,11 @@ class Assignment:
         )
 
     @property
+    def checkpoint_dir(self) -> Path | None:
+        """Where weights go; None: nowhere."""
+        return Path(self.spec["checkpoint"]["dir"]) if self.spec["checkpoint"] else None
+
+    @property
     def pipeline_rank(self) -> int:
         """Rank within its replica."""
         return self.rank % (self.world_size // int(self.spec["pipeline"]["replicas"]))
@@ -104,36 +109,32 @@ class Assignment:
 def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
     """Run the whole job on this rank; return the fields of its `done` message. Raises TrainingError."""
     run: Run | None = None
-    step, loss = -1, 0.0
+    training: Training | None = None
     try:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         job = Assignment.from_message(message)
         store = join(job, link)
         program = _load(job)
         pipe = make_pipeline(job, program, store, link)
-        counter = TokenCounter(program)
-        pipe = pipe.with_loss_weight(counter.loss_weight)
         run = pipe.deploy(job.device)
         run.keep_output = False
+        if job.checkpoint_dir is not None:
+            checkpoint.prove_shared(job.checkpoint_dir, job.fence, job.rank, _shard_ranks(run), run.groups.barrier)
         expected = json.loads(store.get("expected"))
-        steps = int(job.spec["train"]["steps"])
-        observer = Observer(link, run, job.folder, steps=steps, expected=expected)
-        parameters = [(name, p) for name, p in run.named_parameters() if p.requires_grad]
-        optimizer = program.optimizer(parameters) if parameters else None
+        observer = Observer(link, run, job.folder, steps=int(job.spec["train"]["steps"]), expected=expected)
+        training = Training(job, program, run, observer)
         gc.collect()
         gc.freeze()  # what is there now stays: a full collection during a step need not look at it
         gc.enable()
         link.send("joined")
-        log.info("worker_joined", rank=job.rank, stages=list(run.own_stages), parameters=len(parameters))
-        batches = _batches(job, program, run)
-        for step in range(steps):
-            loss = train_step(job, program, run, observer, optimizer, batches, step, counter)
+        log.info("worker_joined", rank=job.rank, stages=list(run.own_stages))
+        training.run_steps()
         check_replicas(run)
-        save(job, run)
+        save(job, run, training.step)
         observer.send_metrics()
-        return {"step": steps, "loss": loss}
+        return {"step": training.step, "loss": training.loss}
     except Exception as error:
-        raise TrainingError(step, run) from error
+        raise TrainingError(training.step if training else -1, run) from error
 
 
 # ---- joining
@@ -193,7 +194,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         "compile": _backend_of(pipeline["compile"], job.device),
         "recompute": pipeline["recompute"],
         "loss_fn": program.loss,
-        "loss_weight": program.loss_weight,
+        "loss_weight": getattr(program, "loss_weight", None),
         "seed": seed,
     }
     if is_planner:
@@ -222,67 +223,73 @@ def _backend_of(compile: str, device: torch.device) -> str:
     return "inductor" if device.type == "cuda" else "eager"
 
 
-class TokenCounter:
-    """The program's loss weight, which also counts a step's tokens: it sees every chunk's target once."""
-
-    def __init__(self, program: Any) -> None:
-        self._program = program
-        self.tokens = 0
-
-    def loss_weight(self, target: Any) -> float:
-        """Return the program's weight of a chunk."""
-        self.tokens += int(self._program.tokens(target)) if hasattr(self._program, "tokens") else 0
-        return float(self._program.loss_weight(target))
-
-
 # ---- steps
 
 
-def _batches(job: Assignment, program: Any, run: Run) -> Iterator[Batch] | None:
-    """Return the replica's batches on the rank of its first stage, None elsewhere: data travels from there."""
-    if job.pipeline_rank != 0:
-        return None
-    batches: Iterator[Batch] = iter(program.batches(0, run.replica, run.plan.replicas))
-    return batches
+class Training:
+    """The loop of one rank: data, pipeline, clipping, optimizer, scheduler, report. `step` counts finished steps."""
 
+    def __init__(self, job: Assignment, program: Any, run: Run, observer: Observer) -> None:
+        self._job, self._program, self._run, self._observer = job, program, run, observer
+        parameters = [(name, p) for name, p in run.named_parameters() if p.requires_grad]
+        self._optimizer: torch.optim.Optimizer | None = program.optimizer(parameters) if parameters else None
+        has_scheduler = hasattr(program, "scheduler") and self._optimizer is not None
+        self._scheduler = program.scheduler(self._optimizer) if has_scheduler else None
+        self._batches: Iterator[Batch] | None = None  # on the rank of the first stage: data travels from there
+        if job.pipeline_rank == 0:
+            self._batches = iter(program.batches(0, run.replica, run.plan.replicas))
+        self.step, self.loss = 0, 0.0
 
-def train_step(
-    job: Assignment,
-    program: Any,
-    run: Run,
-    observer: Observer,
-    optimizer: torch.optim.Optimizer | None,
-    batches: Iterator[Batch] | None,
-    step: int,
-    counter: TokenCounter,
-) -> float:
-    """Run step number `step` (from 0): data, pipeline, clipping, optimizer, report. Return its loss."""
-    traced: list[tuple[Any, ...]] = []
-    unhook = run.on_action(lambda *event: traced.append(event)) if step in job.spec["observe"]["trace_steps"] else None
-    batch = _next(batches, step) if batches is not None else None
-    started = perf_counter()
-    result = run.step(*batch.args, target=batch.target, **batch.kwargs) if batch is not None else run.step()
-    if (limit := job.spec["train"]["clip_grad_norm"]) is not None:
-        run.clip_grad_norm_(limit)
-    optimizing = perf_counter()
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    optimized = perf_counter()
-    loss = result.loss
-    ended = perf_counter()
-    if not math.isfinite(loss):
-        raise NumericError(f"the loss is {loss} in step {step}; lower the learning rate or clip gradients")
-    observer.tokens, counter.tokens = counter.tokens, 0
-    metrics = observer.after_step(step + 1, result, step_s=ended - started, optimizer_s=optimized - optimizing)
-    if unhook is not None:
-        unhook()
-        observer.write_trace(step, traced)
-    if observer.is_reporter:
-        program.on_step(step, metrics)
-        if (step + 1) % job.spec["train"]["log_every"] == 0 or step == 0:
-            log.info("step", step=step + 1, loss=round(loss, 4), tokens_per_s=round(metrics["tokens_per_s"]))
-    return loss
+    def run_steps(self) -> None:
+        """Train until the job's steps are done or the program's `on_step` says stop."""
+        has_hook = hasattr(self._program, "on_step")
+        for _ in range(int(self._job.spec["train"]["steps"])):
+            metrics = self.run_step()
+            stop = (
+                bool(self._program.on_step(self.step - 1, metrics))
+                if has_hook and self._observer.is_reporter
+                else False
+            )
+            if has_hook and self._run.groups.any_of_world(stop):  # every rank ends after the same step
+                log.info("stopped_by_program", step=self.step)
+                return
+
+    def run_step(self) -> dict[str, float]:
+        """Run one step; return what `on_step` gets. Raises NumericError before a broken loss is reported or saved."""
+        run, observer, number, spec = self._run, self._observer, self.step, self._job.spec
+        traced: list[tuple[Any, ...]] = []
+        unhook = (
+            run.on_action(lambda *event: traced.append(event)) if number in spec["observe"]["trace_steps"] else None
+        )
+        batch = _next(self._batches, number) if self._batches is not None else None
+        started = perf_counter()
+        result = run.step(*batch.args, target=batch.target, **batch.kwargs) if batch is not None else run.step()
+        if (limit := spec["train"]["clip_grad_norm"]) is not None:
+            run.clip_grad_norm_(limit)
+        optimizing = perf_counter()
+        self._update()
+        optimized = perf_counter()
+        self.loss = result.loss
+        ended = perf_counter()
+        if not math.isfinite(self.loss):
+            raise NumericError(f"the loss is {self.loss} in step {number}; lower the learning rate or clip gradients")
+        if observer.is_reporter and hasattr(self._program, "tokens"):
+            observer.tokens = sum(int(self._program.tokens(target)) for target in run.chunk_targets)
+        self.step += 1
+        metrics = observer.after_step(self.step, result, step_s=ended - started, optimizer_s=optimized - optimizing)
+        if unhook is not None:
+            unhook()
+            observer.write_trace(number, traced)
+        if observer.is_reporter and (self.step % spec["train"]["log_every"] == 0 or self.step == 1):
+            log.info("step", step=self.step, loss=round(self.loss, 4), tokens_per_s=round(metrics["tokens_per_s"]))
+        return metrics
+
+    def _update(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        if self._scheduler is not None:
+            self._scheduler.step()
 
 
 def _next(batches: Iterator[Batch], step: int) -> Batch:
@@ -307,17 +314,17 @@ def check_replicas(run: Run) -> None:
         raise BugError(f"the replicas of stages {list(run.own_stages)} ended with different weights")
 
 
-def save(job: Assignment, run: Run) -> None:
+def save(job: Assignment, run: Run, step: int) -> None:
     """Save the trained weights where the job file says so; replica 0 holds every stage once."""
-    if job.spec["checkpoint"] is None:
+    if job.checkpoint_dir is None:
         return
     folder = checkpoint.save(
-        Path(job.spec["checkpoint"]["dir"]),
+        job.checkpoint_dir,
         run.state_dict(),
-        step=int(job.spec["train"]["steps"]),
+        step=step,
         fence=job.fence,
         rank=job.rank,
-        shard_ranks=range(run.plan.num_ranks),
+        shard_ranks=_shard_ranks(run),
         barrier=run.groups.barrier,
         facts={
             "job_id": job.job_id,
@@ -326,3 +333,7 @@ def save(job: Assignment, run: Run) -> None:
         },
     )
     log.info("checkpoint_saved", folder=str(folder))
+
+
+def _shard_ranks(run: Run) -> range:
+    return range(run.plan.num_ranks)

@@ -88,3 +88,35 @@ class Incomplete(ProgramDefaults):
 
     def build_model(self):
         return nn.Linear(1, 1)
+
+
+class Plain:
+    """Inherits nothing of ours, has a schedule of learning rates, and stops itself after the fourth step."""
+
+    def build_model(self):
+        return Fine().build_model()
+
+    def example_inputs(self):
+        return Fine().example_inputs()
+
+    def batches(self, start_step, replica, replicas):
+        return Fine().batches(start_step, replica, replicas)
+
+    def loss(self, output, target):
+        return Fine().loss(output, target)
+
+    def optimizer(self, named_parameters):
+        return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.1)
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def on_step(self, step, metrics):
+        return step == 3
+
+
+class Evaluates(Fine):
+    """Asks for something that this version does not do."""
+
+    def evaluate(self, run, step):
+        return {}
