@@ -128,7 +128,16 @@ class Resources(_Strict):
 class Checkpoint(_Strict):
     """Where the trained weights go."""
 
-    dir: str = Field(description="a folder that every node of the job sees under this path")
+    dir: str = Field(description="absolute path of a folder that every node of the job sees")
+
+    @field_validator("dir")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if not value.startswith("/") or "\0" in value:
+            raise ValueError(
+                f'"{value}" is no absolute path; workers run in folders of their own, so write e.g. /data/gpt'
+            )
+        return value
 
 
 class Recovery(_Strict):
@@ -168,6 +177,20 @@ class JobFile(_Strict):
         default_factory=dict, description="environment of the workers; null: taken from the submitter's, shown nowhere"
     )
 
+    @field_validator("params")
+    @classmethod
+    def _params_fit_the_wire(cls, params: dict[str, Any]) -> dict[str, Any]:
+        for name, value in params.items():
+            check_param(name, value)
+        return params
+
+    @model_validator(mode="after")
+    def _traces_happen(self) -> JobFile:
+        late = [step for step in self.observe.trace_steps if step >= self.train.steps]
+        if late:
+            raise ValueError(f"observe.trace_steps names step {late[0]}, but steps are 0 to {self.train.steps - 1}")
+        return self
+
     @field_validator("env")
     @classmethod
     def _env_names(cls, env: dict[str, str | None]) -> dict[str, str | None]:
@@ -186,6 +209,27 @@ def check_env(name: str, value: str) -> None:
         raise ValueError(f"{name}: {len(value.encode())} bytes; one environment entry holds at most {MAX_ENV_BYTES}")
     if "\0" in value:
         raise ValueError(f"{name}: contains a NUL byte")
+
+
+def check_param(name: str, value: object) -> None:
+    """Raise ValueError for a value of `params` that no message carries unchanged."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{name}: the key {key!r} is no string")
+            check_param(f"{name}.{key}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_param(f"{name}[{index}]", item)
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{name}: {value} does not fit into 64 bits")
+    elif isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}: holds a lone surrogate, which is no text") from None
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        raise ValueError(f"{name}: {value!r} is no number, string, list or mapping; quote it")
 
 
 def _one_of(value: str, choices: Sequence[str]) -> str:
@@ -251,7 +295,10 @@ def _override(data: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise SpecError("--set", [Problem(path, f"{key} holds a value, not fields")])
         at = child
-    at[last] = yaml.safe_load(text)
+    try:
+        at[last] = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise SpecError("--set", [Problem(path, f'"{text}" is no YAML value: {str(error).splitlines()[0]}')]) from None
 
 
 def _problem(error: Any, root: yaml.Node | None) -> Problem:

@@ -34,7 +34,7 @@ observe: {{trace_steps: [{traced}]}}
 
 
 @click.command()
-@click.option("--steps", default=220, show_default=True, type=click.IntRange(2), help="Training steps.")
+@click.option("--steps", default=180, show_default=True, type=click.IntRange(2), help="Training steps.")
 def demo(steps: int) -> None:
     """Start a coordinator and 2 nodes here, train a small GPT in 4 stages on English text, show everything, clean up."""
     if not jobfile.has_torch():

@@ -121,3 +121,26 @@ def test_explain_knows_every_field_and_only_those():
 )
 def test_sizes_are_read_with_their_units(text, size):
     assert jobspec.parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        ("params: {x: 99999999999999999999}", "x: 99999999999999999999 does not fit into 64 bits (job.yaml:4:9)"),
+        ('params: {x: "\\uD800"}', "lone surrogate"),
+        ("params: {x: 2026-01-01}", "is no number, string, list or mapping; quote it"),
+        ("params: {1: a}", "params"),
+        ("checkpoint: {dir: runs/gpt}", '"runs/gpt" is no absolute path'),
+        ('checkpoint: {dir: ""}', '"" is no absolute path'),
+        ("observe: {trace_steps: [3]}", "trace_steps names step 3, but steps are 0 to 2"),
+    ],
+)
+def test_values_that_would_fail_late_are_refused_early(after, told):
+    text = GOOD.replace("params: {layers: 4, lr: 0.003, tags: [1, a, null], nested: {deep: true}}\n", "")
+    lines = text.splitlines()
+    lines.insert(3, after)
+    assert told in mistakes("\n".join(lines) + "\n")
+
+
+def test_an_override_that_is_no_yaml_is_a_mistake_and_no_traceback():
+    assert '"[" is no YAML value' in mistakes(GOOD, "params.x=[")
