@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,33 +54,92 @@ def load(path: str, sets: Sequence[str] = (), envs: Sequence[str] = ()) -> Loade
 def _source_dir(path: str, source: str | None) -> Path | None:
     if source is None:
         return None
-    folder = (Path(path).parent / source).resolve()
-    if not folder.is_dir():
-        raise CommandError(f"source: {folder} is no folder ({path})", Exit.USAGE)
-    return folder
+    named = Path(path).parent / source
+    try:
+        folder = named.resolve()
+        if folder.is_dir():
+            return folder
+    except (OSError, ValueError, RuntimeError) as error:  # no permission, a NUL character, a loop of links
+        raise CommandError(f"source: can't read {str(named)!r} ({path}): {error}", Exit.USAGE) from None
+    raise CommandError(f"source: {folder} is no folder ({path})", Exit.USAGE)
 
 
 def pack(folder: Path) -> bytes:
-    """Return `folder` as a tar.gz whose bytes depend on its content alone. Raises CommandError above the limit."""
+    """Return `folder` as a tar.gz whose bytes depend on its content alone; links are packed as what they lead to.
+
+    Raises CommandError above the limit, for a link that leads out of the folder, and for what can't be read.
+    """
     buffer = io.BytesIO()
     total = 0
     with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for file in sorted(folder.rglob("*")):
-            relative = file.relative_to(folder)
-            if _SKIPPED & set(relative.parts) or file.is_symlink() or not file.is_file():
-                continue
-            total += file.stat().st_size
-            if total > MAX_SOURCE_BYTES:
-                raise CommandError(
-                    f"source: {folder} holds more than {MAX_SOURCE_BYTES >> 20} MiB",
-                    Exit.USAGE,
-                    "name a folder that holds code only",
-                )
-            info = tarfile.TarInfo(relative.as_posix())
-            info.size, info.mode = file.stat().st_size, 0o644
-            with file.open("rb") as stream:
-                tar.addfile(info, stream)
+        for file in _files(folder, folder, (folder.resolve(),)):
+            try:
+                with file.open("rb") as stream:
+                    info = tarfile.TarInfo(file.relative_to(folder).as_posix())
+                    info.size, info.mode = os.fstat(stream.fileno()).st_size, 0o644
+                    total += info.size
+                    if total > MAX_SOURCE_BYTES:
+                        raise CommandError(
+                            f"source: {folder} holds more than {MAX_SOURCE_BYTES >> 20} MiB",
+                            Exit.USAGE,
+                            "name a folder that holds code only",
+                        )
+                    tar.addfile(info, stream)
+            except OSError as error:
+                raise _unreadable(file, error) from None
     return gzip.compress(buffer.getvalue(), mtime=0)
+
+
+def _files(root: Path, folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """Yield the files under `folder` in a fixed order and through the links that stay in `root`.
+
+    `above`: the real folders from `root` down to this one, links followed; none may come again.
+    """
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+    for entry in entries:
+        if entry.name in _SKIPPED:
+            continue
+        try:
+            if entry.is_symlink():
+                _check_link(root, entry, above)
+            is_folder, is_file = entry.is_dir(), entry.is_file()
+        except OSError as error:
+            raise _unreadable(entry, error) from None
+        if is_folder:
+            yield from _files(root, entry, (*above, entry.resolve()))
+        elif is_file:
+            yield entry
+
+
+def _check_link(root: Path, link: Path, above: tuple[Path, ...]) -> None:
+    """Raise CommandError for a link with which the nodes would get something else than is here."""
+    problem = ""
+    try:
+        target = link.resolve(strict=True)
+    except (FileNotFoundError, RuntimeError):  # RuntimeError: a loop of links
+        problem = "leads nowhere"
+    else:
+        if not target.is_relative_to(above[0]):
+            problem = f"leads out of it, to {target}"
+        elif target in above:
+            problem = "leads to a folder that holds the link itself"
+    if problem:
+        raise CommandError(
+            f"source: the link {link.relative_to(root)} in {root} {problem}",
+            Exit.USAGE,
+            "replace it by what it stands for, or remove it: the nodes get this folder alone",
+        )
+
+
+def _unreadable(path: Path, error: OSError) -> CommandError:
+    return CommandError(
+        f"source: can't read {path}: {error.strerror or error}",
+        Exit.USAGE,
+        "make it readable, or move it out of the source folder",
+    )
 
 
 def has_torch() -> bool:
