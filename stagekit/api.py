@@ -310,17 +310,22 @@ class Context:
     world_size: int
     local_rank: int
     device: torch.device
+    replica: int = 0  # as pipectl placed this rank; under torchrun `Run.replica` says so once a pipeline is deployed
+    stage: int | None = None  # None: not known before a pipeline is deployed
+    resume_step: int = 0
 
 
 def init(backend: str | None = None) -> Context:
     """Join the process group that torchrun describes in the environment, or stand alone without one.
 
-    The backend is nccl where every rank has its own CUDA device, else gloo. Calling it again changes nothing.
+    The backend is nccl where every rank of this host has a CUDA device of its own, else gloo: hosts with different
+    numbers of devices must name it. Calling it again changes nothing.
     """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    has_cuda = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1)))
+    has_cuda = torch.cuda.is_available() and ranks_here <= torch.cuda.device_count() and backend != "gloo"
     device = torch.device("cuda", local_rank) if has_cuda else torch.device("cpu")
     if has_cuda:
         torch.cuda.set_device(device)

@@ -21,6 +21,7 @@ import torch
 
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import StagekitError
+from stagekit.graph.module import check_backend
 from stagekit.load import load_program
 
 
@@ -30,6 +31,8 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
     pipeline, seed = spec["pipeline"], spec["train"]["seed"]
     program.chunks, program.replicas = pipeline["chunks"], pipeline["replicas"]
     args, kwargs = program.example_inputs()
+    backend = "eager" if pipeline["compile"] == "auto" else pipeline["compile"]
+    check_backend(backend)
     captured = capture_model(program.build_model, args, kwargs, seed=seed)
     split = "parameters" if quick and pipeline["split"] == "balanced" else pipeline["split"]
     pipe = plan_pipeline(
@@ -42,7 +45,7 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
         stages_per_rank=pipeline["stages_per_rank"],
         replicas=pipeline["replicas"],
         buckets=pipeline["buckets"],
-        compile="eager" if pipeline["compile"] == "auto" else pipeline["compile"],
+        compile=backend,
         recompute=pipeline["recompute"],
         seed=seed,
     )

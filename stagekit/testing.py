@@ -210,8 +210,9 @@ def spawn(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float = 
 
 def _collect(ends: Sequence[PipeEnd], timeout_s: float) -> list[Any]:
     ended: dict[int, _Ended] = {}
+    deadline = monotonic() + timeout_s
     while len(ended) < len(ends) and all(e.ok for e in ended.values()):
-        fresh = _receive(ends, ended, timeout_s)
+        fresh = _receive(ends, ended, max(0.0, deadline - monotonic()))
         if not fresh:
             missing = sorted(set(range(len(ends))) - set(ended))
             raise StagekitError(f"ranks {missing} did not end within {timeout_s:.0f} s")
@@ -226,8 +227,9 @@ def _collect(ends: Sequence[PipeEnd], timeout_s: float) -> list[Any]:
 def _receive(ends: Sequence[PipeEnd], ended: Mapping[int, _Ended], timeout_s: float) -> dict[int, _Ended]:
     waiting = {end: rank for rank, end in enumerate(ends) if rank not in ended}
     fresh: dict[int, _Ended] = {}
+    ready = wait(list(waiting), timeout=timeout_s)
     for end, rank in waiting.items():
-        if end in wait(list(waiting), timeout=timeout_s if not fresh else 0):
+        if end in ready:
             try:
                 fresh[rank] = _Ended(*pickle.loads(end.recv_bytes()))
             except EOFError:

@@ -149,13 +149,21 @@ def _make_compilable(graph: fx.Graph, stage: StageGraph, backend: str) -> None:
         )
 
 
-def _compile_fn(backend: str) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+def check_backend(backend: str) -> None:
+    """Raise UserError for what is neither "eager" nor a backend of torch.compile on this machine."""
     if backend == "eager":
-        return lambda bucket, examples: bucket
+        return
     try:
         torch._dynamo.lookup_backend(backend)
     except Exception as error:
-        raise UserError(f"compile={backend!r} is no backend of torch.compile here: {error}") from error
+        known = ", ".join(["eager", *torch._dynamo.list_backends()])
+        raise UserError(f"compile={backend!r} is no backend of torch.compile here; there are {known}") from error
+
+
+def _compile_fn(backend: str) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+    if backend == "eager":
+        return lambda bucket, examples: bucket
+    check_backend(backend)
     return lambda bucket, examples: torch.compile(bucket, backend=backend, dynamic=_is_dynamic(examples))
 
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from stagekit.errors import ShapeError, UserError
 from stagekit.plan.contract import InputRef, ModelSpec
 from stagekit.run.inputs import Parcel
-from stagekit.run.layout import Placement
+from stagekit.run.layout import MAX_INPUTS, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Given:
             raise UserError(
                 f"the target holds {', '.join(kinds)}; it must consist of tensors (in tuples, lists, dicts)"
             )
+        if len(target_leaves) > MAX_INPUTS:
+            raise UserError(f"the target holds {len(target_leaves)} tensors; at most {MAX_INPUTS} can be told apart")
         return cls(
             tuple(isinstance(leaf, Tensor) for leaf in leaves),
             pytree.treespec_dumps(tree),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stagekit.errors import BugError
 from stagekit.plan.contract import ModelSpec
-from stagekit.run.layout import TAG_INPUTS
+from stagekit.run.layout import MAX_INPUTS, TAG_INPUTS
 from stagekit.run.transport import Transport, Work, lost, settle, wire_view
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -70,14 +70,14 @@ class InputExchange:
                 self._sent.append((self._post(self._transport.send, wire, peer, tag), wire, peer))
 
     def _items(self, parcel: Parcel, target: int) -> list[tuple[int, Tensor]]:
-        base = TAG_INPUTS + target * 64
+        base = TAG_INPUTS + target * 2 * MAX_INPUTS
         items = [(base + n, self._leaves[number]) for n, number in enumerate(parcel.inputs)]
-        return items + [(base + 32 + n, self._target[number]) for n, number in enumerate(parcel.target)]
+        return items + [(base + MAX_INPUTS + n, self._target[number]) for n, number in enumerate(parcel.target)]
 
     def receive(self, from_stage: int, to_stage: int) -> None:
         """Post the receives of what `to_stage` gets."""
         parcel, peer = self._parcels[from_stage, to_stage], self._ranks[from_stage]
-        base = TAG_INPUTS + to_stage * 64
+        base = TAG_INPUTS + to_stage * 2 * MAX_INPUTS
         for n, number in enumerate(parcel.inputs):
             shape, dtype = self._shapes[number]
             self._leaves[number] = buffer = torch.empty(shape, dtype=dtype, device=self.device)
@@ -85,7 +85,10 @@ class InputExchange:
         for n, number in enumerate(parcel.target):
             shape, dtype = self._target_shapes[number]
             self._target[number] = buffer = torch.empty(shape, dtype=dtype, device=self.device)
-            self._pending["target", number] = (self._post(self._transport.recv, buffer, peer, base + 32 + n), peer)
+            self._pending["target", number] = (
+                self._post(self._transport.recv, buffer, peer, base + MAX_INPUTS + n),
+                peer,
+            )
 
     @staticmethod
     def _post(post: Callable[[list[Tensor], int, int], Work], tensor: Tensor, peer: int, tag: int) -> Work:

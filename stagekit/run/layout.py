@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
+from stagekit.errors import UserError
 from stagekit.plan.contract import Edge, ModelSpec, TensorSpec
 from stagekit.plan.shapes import evaluate
 
 Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
 
-TAG_HEADER, TAG_CLOCK, TAG_INPUTS, TAG_VALUES = 1, 2, 16, 4096
+MAX_VALUES = 256  # between two stages, per chunk
+MAX_INPUTS = 128  # of the model; as many leaves of the target
+TAG_HEADER, TAG_CLOCK, TAG_INPUTS, TAG_VALUES = 1, 2, 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,22 @@ class Placement:
             if edge.source == source and target in edge.targets and (edge.tensor.requires_grad or not gradients)
         )
 
+    def __post_init__(self) -> None:
+        """Raise UserError for more values than tags tell apart."""
+        for source in range(len(self.stage_ranks)):
+            for target in range(source + 1, len(self.stage_ranks)):
+                if (count := len(self.edges_between(source, target))) > MAX_VALUES:
+                    raise UserError(
+                        f"stages {source} and {target} exchange {count} values; at most {MAX_VALUES} can be told apart: "
+                        "choose another cut"
+                    )
+        if len(self.spec.inputs) > MAX_INPUTS:
+            raise UserError(f"the model takes {len(self.spec.inputs)} arguments; a pipeline takes at most {MAX_INPUTS}")
+
     def tag(self, source: int, target: int, chunk: int, index: int, *, gradients: bool) -> int:
         """Return a number that no other transfer between the same two ranks has in a step."""
         route = (source * len(self.stage_ranks) + target) * 2 + gradients
-        return TAG_VALUES + (route * self.num_chunks + chunk) * 64 + index
+        return TAG_VALUES + (route * self.num_chunks + chunk) * MAX_VALUES + index
 
 
 def torch_dtype(name: str) -> torch.dtype:
