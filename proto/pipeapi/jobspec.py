@@ -8,6 +8,7 @@ Called by pipectl (files), by the coordinator (messages) and by the node daemon 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from pipeapi.v1 import spec_pb2
 
 MAX_FILE_BYTES = 1 << 20
 MAX_ENV_BYTES = 131_068  # longer: execve fails with E2BIG
+MAX_SPEC_BYTES = 256 << 10  # a node tells each worker the whole job, and its environment again, in one line of 1 MiB
 SCHEDULES = ("gpipe", "1f1b")
 SPLITS = ("balanced", "parameters", "layers")
 
@@ -390,14 +392,14 @@ _BACKENDS = {
 def to_proto(job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "") -> spec_pb2.JobSpec:
     """Return the message of a job file; `env` entries that are null are taken from `environ`.
 
-    Raises SpecError for one that `environ` lacks.
+    Raises SpecError for one that `environ` lacks, and for a job that is too long.
     """
     missing = [name for name, value in job.env.items() if value is None and name not in environ]
     if missing:
         raise SpecError("env", [Problem(f"env.{name}", "null, but not set in this environment") for name in missing])
     env = {name: environ[name] if value is None else value for name, value in job.env.items()}
     split = job.pipeline.split
-    return spec_pb2.JobSpec(
+    message = spec_pb2.JobSpec(
         name=job.name,
         program=job.program,
         params={key: _value(value) for key, value in job.params.items()},
@@ -431,6 +433,16 @@ def to_proto(job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "
         grace_s=job.recovery.grace,
         start_timeout_s=job.recovery.start_timeout,
     )
+    if (size := json_bytes(message)) > MAX_SPEC_BYTES:
+        hint = "put large values into a file in `source`, or on a path that every node sees"
+        told = f"takes {size} bytes as JSON; the limit is {MAX_SPEC_BYTES}"
+        raise SpecError(job.name, [Problem("the job", told, hint=hint)])
+    return message
+
+
+def json_bytes(spec: spec_pb2.JobSpec) -> int:
+    """Return the length of the whole job as JSON in ASCII, the way that workers are told it."""
+    return len(json.dumps({**to_dict(spec), "env": dict(spec.env)}, separators=(",", ":")))
 
 
 def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:

@@ -114,6 +114,7 @@ class JobSpec:
     source_sha256: str
     payload: bytes
     start_timeout_s: int = 600  # the default is for jobs that were stored before there was a choice
+    json_bytes: int = 0  # of the whole job file
 
     @property
     def pp_ranks(self) -> int:

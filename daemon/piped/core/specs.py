@@ -17,6 +17,7 @@ SCHEDULES = ("gpipe", "1f1b")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_RANKS = 4096
 MAX_SECONDS = 86_400
+MAX_SPEC_BYTES = 256 << 10  # nodes tell it to workers in lines of 1 MiB, the environment twice
 MAX_ENV_BYTES = 131_068  # of NAME=VALUE and its NUL; execve refuses a longer string (E2BIG)
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?")
 ENV_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
@@ -47,6 +48,12 @@ def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "train.steps", f"is {spec.steps}; at least 1 step is needed"
     if spec.log_every < 1:
         yield "train.log_every", f"is {spec.log_every}; it must be at least 1"
+    if spec.json_bytes > MAX_SPEC_BYTES:
+        yield (
+            "the job",
+            f"takes {spec.json_bytes} bytes as JSON; the limit is {MAX_SPEC_BYTES}: put large values into a file in "
+            "`source`, or on a path that every node sees",
+        )
     if not 1 <= spec.start_timeout_s <= MAX_SECONDS:
         yield "recovery.start_timeout", f"is {spec.start_timeout_s} s; it must be 1 to {MAX_SECONDS}"
     if spec.device not in DEVICES:

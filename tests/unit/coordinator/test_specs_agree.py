@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pipeapi import jobspec
+from pipeapi.v1 import cluster_pb2, nodes_pb2
+from piped import wire
 from piped.core import specs
 from piped.errors import SpecError
+from piped.node import convert
+from piped.node.attempt_dir import AttemptDir
+from piped.node.orders import Place, start_message
 from tests.unit.core.build import spec
 
 NAMES = ["gpt", "a", "a.b-c", "a" * 63, "a" * 64, "A", "a_b", "-a", "a-", "", "a b", "é"]
@@ -55,6 +62,44 @@ def test_both_take_the_same_start_timeouts(seconds):
         assert not is_good(start_timeout_s=seconds)
     else:
         assert is_good(start_timeout_s=seconds)
+
+
+def message_of(num_bytes, letter):
+    """Return a good job that takes `num_bytes` as JSON, filled with `letter` in its environment and params."""
+    message = jobspec.to_proto(jobspec.load_text(text() + b"params: {t: ''}\n", "job.yaml"), environ={})
+    message.env["LONG"] = letter * 1000
+    room, step = num_bytes - jobspec.json_bytes(message), len(json.dumps(letter)) - 2
+    message.params["t"].string_value = letter * (room // step) + "x" * (room % step)
+    assert jobspec.json_bytes(message) == num_bytes
+    return message
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "\n", "\x01", "𝄞"])
+def test_both_take_the_same_number_of_bytes_for_a_whole_job(letter):
+    message = message_of(jobspec.MAX_SPEC_BYTES, letter)
+    jobspec.to_proto(jobspec.from_proto(message), environ={})
+    specs.check(wire.spec_from_proto(message))
+    message = message_of(jobspec.MAX_SPEC_BYTES + 1, letter)
+    told = "the job: takes 262145 bytes as JSON; the limit is 262144"
+    with pytest.raises(jobspec.SpecError, match=told):
+        jobspec.to_proto(jobspec.from_proto(message), environ={})
+    with pytest.raises(SpecError, match=told):
+        specs.check(wire.spec_from_proto(message))
+
+
+def test_the_longest_job_fits_into_the_line_that_starts_a_rank(tmp_path):
+    message = message_of(jobspec.MAX_SPEC_BYTES, "é")
+    cpu = cluster_pb2.Slot(index=0, device="cuda:7", uuid="GPU-" + "0" * 36)
+    ranks = [
+        nodes_pb2.RankPlacement(rank=r, stages=[r], node_id="n" * 36, node_name="node-0001", slot=cpu)
+        for r in range(specs.MAX_RANKS)
+    ]
+    wanted = nodes_pb2.DesiredAttempt(
+        job_id="j" * 36, fence=1, attempt=1, phase=nodes_pb2.PHASE_RUN, spec=message, ranks=ranks
+    )
+    (attempt,) = convert.desired_state(nodes_pb2.DesiredState(attempts=[wanted]), 1).attempts
+    place = Place("n" * 36, "node-0001", "10.0.0.1", "eth0")
+    start_message(attempt, attempt.ranks[0], AttemptDir(tmp_path, 1), place)
 
 
 def test_both_know_the_same_schedules():
