@@ -99,8 +99,8 @@ def prepared(draft: Draft, event: events.AttemptPrepared) -> str:
 
 def refused(draft: Draft, event: events.PrepareRefused) -> str:
     attempt = _of_node(draft, event.node_id, event.fence)
-    if attempt is None or attempt.state is not _A.PREPARING:
-        return IGNORED
+    if attempt is None or attempt.state not in (_A.PREPARING, _A.COMMITTED):
+        return IGNORED  # COMMITTED: it lost its preparation since, or its workers can't be told what to do
     reason = f"node {draft.nodes[event.node_id].node_name} could not prepare: {event.message}"
     _stop(draft, attempt, _A.ABORTED, reason, grace_s=0.0)
     return reason

@@ -138,6 +138,17 @@ def test_the_start_deadline_aborts_an_unprepared_attempt_and_fails_an_unjoined_o
     assert c.feed(events.StartDeadlinePassed(1)).state is before
 
 
+def test_a_node_that_refuses_after_the_commit_aborts_the_attempt_and_one_that_runs_goes_on():
+    c = cluster(2).feed(submission()).prepare().feed(events.PrepareRefused("n1", 1, "too long"))
+    assert (c.attempt().outcome, c.attempt().stop_trigger) == (
+        AttemptState.ABORTED,
+        "node n1 could not prepare: too long",
+    )
+    c = cluster(2).feed(submission()).run()
+    before = c.state
+    assert c.feed(events.PrepareRefused("n1", 1, "late")).state is before
+
+
 def test_every_job_has_its_own_start_timeout_for_the_preparation_and_again_for_the_start():
     c = cluster(2, 2).feed(submission(start_timeout_s=7))
     assert effects.ArmStartDeadline(1, 7) in c.effects
