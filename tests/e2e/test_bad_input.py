@@ -42,7 +42,16 @@ def write(folder, spec):
         (job("a", pipeline={"split": ["1.2"]}), ["1.2", "1"]),
         (job("a", pipeline={"compile": "nosuch"}), ["compile='nosuch' is no backend", "inductor"]),
     ],
-    ids=["no-module", "no-class", "incomplete", "params", "branches", "too-many-stages", "unknown-cut", "unknown-backend"],
+    ids=[
+        "no-module",
+        "no-class",
+        "incomplete",
+        "params",
+        "branches",
+        "too-many-stages",
+        "unknown-cut",
+        "unknown-backend",
+    ],
 )
 def test_a_program_that_can_not_run_is_refused_before_anything_starts(cluster, tmp_path, spec, told):
     done = cluster.pipectl("submit", write(tmp_path, spec))

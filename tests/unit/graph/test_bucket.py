@@ -75,9 +75,7 @@ def test_a_small_model_is_compiled_whole() -> None:
 
 
 def test_the_first_bucket_has_its_own_cap() -> None:
-    result = split(
-        traced(mlp()), [torch.randn(2, 16)], cap_bytes=100 * LAYER, first_cap_bytes=1, compile_fn=Compiler()
-    )
+    result = split(traced(mlp()), [torch.randn(2, 16)], cap_bytes=100 * LAYER, first_cap_bytes=1, compile_fn=Compiler())
     assert [b.size_bytes for b in result.report.buckets] == [LAYER, 3 * LAYER]
 
 
