@@ -11,8 +11,8 @@ from torch import nn
 
 from stagekit.errors import StagekitError
 from stagekit.testing import spawn
-from tests.unit.run import scenarios
-from tests.unit.run.scenarios import CHUNKS, Masked, batch, mask, modules, plain_loop, small_model
+from tests.integration.run import scenarios
+from tests.integration.run.scenarios import CHUNKS, Masked, batch, mask, modules, plain_loop, small_model
 
 
 @pytest.fixture(scope="module")
