@@ -36,6 +36,7 @@ CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 500),  # the defaults took 4.7 s after an outage, these 0.44 s
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.max_receive_message_length", -1),  # a desired state grows with the jobs here; 4 MiB ended every session
     ("grpc.enable_http_proxy", 0),  # http_proxy breaks loopback
     ("grpc.use_local_subchannel_pool", 1),  # else two channels to one address share a connection
 )

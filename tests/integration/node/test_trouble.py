@@ -150,3 +150,17 @@ def test_a_full_disk_in_the_moment_of_joining_ends_the_session_and_not_the_daemo
         await coordinator.until(lambda: coordinator.beats, "a beat: the session stands")
 
     play(cluster, scene)
+
+
+def test_a_desired_state_of_many_long_jobs_reaches_the_node(cluster: Cluster) -> None:
+    async def scene(coordinator: Coordinator) -> None:
+        daemon = cluster.start_node()
+        await cluster.registered()
+        good = cluster.attempt(RUN, "until_file")
+        others = [long_attempt(cluster, nodes_pb2.PHASE_UNSPECIFIED, fence) for fence in range(8, 28)]
+        assert sum(each.ByteSize() for each in others) > 4 << 20, "more than gRPC takes by default"
+        coordinator.want(good, *others)
+        await coordinator.heard(7, 0, "joined")
+        await runs(coordinator, cluster, daemon)
+
+    play(cluster, scene)
