@@ -6,7 +6,6 @@ Also `PipelineStage` (one stage by hand, our ancestor's surface) and `init()` (o
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -96,10 +95,6 @@ class Pipeline:
         self.cut, self.plan = cut, plan
         self.source = CutSource(cut)
         self.stages = [Stage(cut, spec) for spec in plan.model.stages]
-
-    def with_loss_weight(self, loss_weight: LossWeight) -> Pipeline:
-        """Return the same pipeline with another weight of chunks."""
-        return Pipeline(self.cut, self.plan, dataclasses.replace(self.options, loss_weight=loss_weight))
 
     def deploy(self, device: torch.device | str | None = None, group: dist.ProcessGroup | None = None) -> Run:
         """Build this rank's stages. Needs an initialised process group, or a world of 1; called on every rank of it.
