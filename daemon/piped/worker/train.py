@@ -35,7 +35,6 @@ from stagekit.run.runtime import Run
 log = structlog.get_logger()
 
 TRANSFER_TIMEOUT = timedelta(seconds=300)  # the backstop; death is seen by supervisors, hangs by the coordinator
-PLAN_TIMEOUT = timedelta(minutes=10)
 
 
 class NumericError(Exception):
@@ -96,6 +95,11 @@ class Assignment:
         )
 
     @property
+    def start_timeout(self) -> timedelta:
+        """How long ranks wait for each other's plan; the coordinator gives the attempt up after as long."""
+        return timedelta(seconds=int(self.spec["recovery"]["start_timeout"]))
+
+    @property
     def checkpoint_dir(self) -> Path | None:
         """Where weights go; None: nowhere."""
         return Path(self.spec["checkpoint"]["dir"]) if self.spec["checkpoint"] else None
@@ -154,13 +158,13 @@ def join(job: Assignment, link: Link) -> Any:
             job.world_size,
             is_master=True,
             wait_for_workers=False,
-            timeout=PLAN_TIMEOUT,
+            timeout=job.start_timeout,
             master_listen_fd=listener.detach(),
         )
         link.send("store", endpoint=f"{job.data_address}:{port}")
     else:
         host, _, port_text = link.receive("endpoint")["endpoint"].rpartition(":")
-        store = dist.TCPStore(host, int(port_text), job.world_size, is_master=False, timeout=PLAN_TIMEOUT)  # type: ignore[attr-defined]
+        store = dist.TCPStore(host, int(port_text), job.world_size, is_master=False, timeout=job.start_timeout)  # type: ignore[attr-defined]
     prefixed = dist.PrefixStore(f"fence{job.fence}", store)  # type: ignore[attr-defined]
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)

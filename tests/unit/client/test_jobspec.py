@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeapi import jobspec
+from pipeapi import jobspec, values
 
 GOOD = """\
 version: 1
@@ -120,7 +120,7 @@ def test_explain_knows_every_field_and_only_those():
     ("text", "size"), [("25MiB", 25 << 20), ("1 kB", 1000), ("1.5 GiB", 3 << 29), (7, 7), ("0", 0)]
 )
 def test_sizes_are_read_with_their_units(text, size):
-    assert jobspec.parse_size(text) == size
+    assert values.parse_size(text) == size
 
 
 @pytest.mark.parametrize(

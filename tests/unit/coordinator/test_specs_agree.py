@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pipeapi import jobspec
+from pipeapi import jobspec, values
 from pipeapi.v1 import cluster_pb2, nodes_pb2
 from piped import wire
 from piped.core import specs
@@ -47,7 +47,7 @@ def test_both_take_the_same_job_names(name):
 @pytest.mark.parametrize("name", ENV)
 def test_both_take_the_same_environment(name, value):
     try:
-        jobspec.check_env(name, value)
+        values.check_env(name, value)
     except ValueError:
         assert not is_good(env=((name, value),))
     else:
