@@ -236,10 +236,11 @@ def plan_pipeline(
     recompute: bool = False,
     seed: int = 0,
     at_nodes: Sequence[str] | None = None,
+    measured: bool = True,
 ) -> Pipeline:
     """Second half of `pipeline`: cut and schedule. `at_nodes` repeats the cut of a published plan, without measuring."""
     rule = BucketRule(buckets["cap"], buckets.get("first")) if buckets and buckets.get("cap") else None
-    cut = captured.cut(split, stages, buckets=rule, chunks=chunks, at_nodes=at_nodes)
+    cut = captured.cut(split, stages, buckets=rule, chunks=chunks, at_nodes=at_nodes, measured=measured)
     plan = make_plan(
         cut.spec,
         schedule=schedule,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stagekit.api import capture_model, plan_pipeline
-from stagekit.errors import StagekitError
+from stagekit.errors import ScheduleError, SplitError, StagekitError
 from stagekit.graph.module import check_backend
 from stagekit.load import load_program
 
@@ -48,8 +48,13 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
         compile=backend,
         recompute=pipeline["recompute"],
         seed=seed,
+        measured=not quick,
     )
     return {"ok": True, "plan": json.loads(pipe.plan.to_json()), "picture": str(pipe.plan)}
+
+
+# Which field of the job file an error is about.
+_FIELDS: dict[type[Exception], str] = {SplitError: "pipeline.split", ScheduleError: "pipeline.schedule"}
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -61,6 +66,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     text = str(error) if isinstance(error, StagekitError) else f"{type(error).__name__}: {error}"
     return {
         "ok": False,
+        "field": next((name for kind, name in _FIELDS.items() if isinstance(error, kind)), "program"),
         "error": text,
         "where": f"{own[-1].filename}:{own[-1].lineno}" if own else "",
         "traceback": "".join(traceback.format_exception(error)),

@@ -29,25 +29,23 @@ def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = 
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UserError(
-                f"program {path}: there is no module {error.name!r} on this node; install it there, or name its folder "
-                "as `source` in the job file"
+                f"there is no module {error.name!r}; install it for the workers' interpreter, or name its folder as "
+                "`source` in the job file"
             ) from error
         raise
     program_class = getattr(module, class_name, None)
     if program_class is None:
         names = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
-        raise UserError(
-            f"program {path}: {module_name} has no {class_name}; it defines {', '.join(names) or 'no class'}"
-        )
+        raise UserError(f"{module_name} has no {class_name}; it defines {', '.join(names) or 'no class'}")
     missing = [name for name in REQUIRED if not callable(getattr(program_class, name, None))]
     if missing:
-        raise UserError(f"program {path}: {class_name} lacks {', '.join(missing)}; see stagekit.program.Program")
+        raise UserError(f"{class_name} lacks {', '.join(missing)}; see stagekit.program.Program")
     unsupported = [name for name in NOT_YET if hasattr(program_class, name)]
     if unsupported or getattr(program_class, "mode", "train") != "train":
         what = ", ".join(unsupported) or f'mode = "{program_class.mode}"'
-        raise UserError(f"program {path}: {what} is not supported by this version; remove it from {class_name}")
+        raise UserError(f"{what} is not supported by this version; remove it from {class_name}")
     try:
         inspect.signature(program_class).bind(**params)
     except TypeError as error:
-        raise UserError(f"program {path}: params: {error}; it takes {inspect.signature(program_class)}") from error
+        raise UserError(f"params: {error}; it takes {inspect.signature(program_class)}") from error
     return program_class(**params)

@@ -160,6 +160,12 @@ class Coordinator:
 def command_error(error: grpc.RpcError, address: str) -> CommandError:
     """Return the error that a status means to the user."""
     code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNIMPLEMENTED or "HTTP/2" in details or "http2 header" in details:
+        return CommandError(
+            f"what listens at {address} is no coordinator: {details}",
+            Exit.UNREACHABLE,
+            "name its gRPC address; `piped coordinator` takes 127.0.0.1:7400 unless told otherwise",
+        )
     if code is grpc.StatusCode.UNAVAILABLE and ("connect" in details.lower() or "socket" in details.lower()):
         return CommandError(f"the coordinator at {address} went away: {details}", Exit.UNREACHABLE, "try again")
     return CommandError(details or code.name, _CODES.get(code, Exit.JOB_FAILED))

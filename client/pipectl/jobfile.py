@@ -165,10 +165,9 @@ def describe(loaded: Loaded, *, quick: bool, traceback: bool = False) -> dict[st
         )
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if not document["ok"]:
-        where = f" ({document['where']})" if document["where"] else ""
+        where = f"; raised at {document['where']}" if document["where"] else ""
         whole = "\n" + document["traceback"] if traceback else ""
-        hint = "" if traceback else f"pipectl plan {loaded.path} --traceback shows all of it"
-        raise CommandError(
-            f"{loaded.path}: program {loaded.spec.program}: {document['error']}{where}{whole}", Exit.USAGE, hint
-        )
+        hint = "" if traceback else f"pipectl plan {loaded.path} --traceback, with the same --set, shows all of it"
+        place = jobspec.locate(loaded.path, document["field"])
+        raise CommandError(f"{document['field']}: {document['error']}{where} ({place}){whole}", Exit.USAGE, hint)
     return document

@@ -109,11 +109,14 @@ class LocalCluster:
 
 
 def _kill_all_of(folder: Path) -> None:
-    """Kill what still names the folder in its command line: a shim whose node died early (its workers follow it)."""
+    """Kill our processes that still name the folder: a shim whose node died early (its workers follow it).
+
+    Somebody's editor or `tail -f` on a log names it, too, and is left alone.
+    """
     marker = os.fsencode(folder)
     deadline = time.monotonic() + STOP_S
     while time.monotonic() < deadline:
-        left = [pid for pid in _pids() if marker in _command_line(pid)]
+        left = [pid for pid in _pids() if marker in (line := _command_line(pid)) and b"\0-m\0piped\0" in line]
         if not left:
             return
         for pid in left:

@@ -105,6 +105,8 @@ def progress_line(job: jobs_pb2.Job) -> str:
     if progress.step:
         speed = f", {progress.tokens_per_s / 1000:.1f}k tokens/s" if progress.tokens_per_s else ""
         return f"{name}: step {progress.step}/{progress.steps}, loss {progress.loss:.4f}{speed}"
+    if job.state in (jobs_pb2.JOB_STATE_FAILED, jobs_pb2.JOB_STATE_CANCELLED):
+        return f"{name} in step {job.failure.step}" if job.HasField("failure") and job.failure.step >= 0 else name
     joined = sum(worker.state == jobs_pb2.WORKER_STATE_JOINED for worker in job.workers)
     return f"{name}: {joined} of {len(job.workers)} workers joined" if job.workers else name
 
@@ -123,5 +125,5 @@ def failure_text(job: jobs_pb2.Job) -> str:
     if failure.traceback:
         lines.append(failure.traceback.rstrip())
     elif failure.log_tail:
-        lines.append(failure.log_tail.rstrip())
+        lines.append(f"its last output:\n{failure.log_tail.rstrip()}")
     return safe("\n".join(lines))

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
 from pipeapi.v1 import spec_pb2
@@ -29,9 +38,15 @@ SPLITS = ("balanced", "parameters", "layers")
 _NAME = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
 _PROGRAM = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 50)]
-Seconds = Annotated[int, BeforeValidator(parse_duration), Field(ge=0, le=86_400)]
-Timeout = Annotated[int, BeforeValidator(parse_duration), Field(ge=1, le=86_400)]
+_SIZE_SCHEMA = {
+    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9.]+ *([kKMG]i?B|B|)$"}]
+}
+_TIME_SCHEMA = {
+    "anyOf": [{"type": "integer", "minimum": 0, "maximum": 86_400}, {"type": "string", "pattern": "^[0-9]+ *[smh]$"}]
+}
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 50), WithJsonSchema(_SIZE_SCHEMA)]
+Seconds = Annotated[int, BeforeValidator(parse_duration), Field(ge=0, le=86_400), WithJsonSchema(_TIME_SCHEMA)]
+Timeout = Annotated[int, BeforeValidator(parse_duration), Field(ge=1, le=86_400), WithJsonSchema(_TIME_SCHEMA)]
 
 
 class _Strict(BaseModel):
@@ -223,6 +238,13 @@ def load_text(raw: bytes, name: str, overrides: Sequence[str] = ()) -> JobFile:
     except ValidationError as error:
         problems = [_problem(item, root) for item in error.errors()]
         raise SpecError(name, sorted(problems, key=lambda p: (p.line, p.column))) from None
+
+
+def locate(path: str | os.PathLike[str], field: str) -> str:
+    """Return "path:line:col" of a field of a job file that was loaded before, of its nearest parent where it is absent."""
+    root = StrictLoader(Path(path).read_text()).get_single_node()
+    line, column = position(root, field.split("."), of_key=False)
+    return f"{os.fspath(path)}:{line}:{column}"
 
 
 def _override(data: dict[str, Any], override: str) -> None:

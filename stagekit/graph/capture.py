@@ -90,15 +90,18 @@ class Captured:
         buckets: BucketRule | None = None,
         chunks: int = 1,
         at_nodes: Sequence[str] | None = None,
+        measured: bool = True,
     ) -> Cut:
         """Cut into `stages` stages; `at_nodes` repeats the cut of a published plan without measuring anything.
+
+        Each node is timed, for the plan's predictions also where the policy needs no costs; `measured=False` skips it.
 
         `split`: "balanced", "parameters", "layers" or the module paths where stages 1, 2, … begin.
         Raises SplitError.
         """
         from stagekit.graph.cut import cut
 
-        return cut(self, split, stages, buckets=buckets, chunks=chunks, at_nodes=at_nodes)
+        return cut(self, split, stages, buckets=buckets, chunks=chunks, at_nodes=at_nodes, measured=measured)
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """Return the leaves of (args, kwargs) in the order of `inputs`; None stands for a tensor that is not here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -29,11 +29,26 @@ class Choice:
 
 
 def choose(
-    captured: Captured, layout: Layout, split: str | Sequence[str], stages: int, at_nodes: Sequence[str] | None
+    captured: Captured,
+    layout: Layout,
+    split: str | Sequence[str],
+    stages: int,
+    at_nodes: Sequence[str] | None,
+    *,
+    measured: bool = True,
 ) -> Choice:
-    """Return where the stages begin. Raises SplitError with the numbers or the nearest names."""
+    """Return where the stages begin, and what each node costs if `measured`. Raises SplitError with the numbers or the
+    nearest names. The cut of a published plan is not measured again.
+    """
     if at_nodes is not None:
         return _at_nodes(layout, at_nodes, stages)
+    choice = _chosen(captured, layout, split, stages)
+    if measured and not choice.costs:
+        choice = replace(choice, costs=_measured(captured, layout))
+    return choice
+
+
+def _chosen(captured: Captured, layout: Layout, split: str | Sequence[str], stages: int) -> Choice:
     if not isinstance(split, str):
         return _at_paths(layout, split, stages)
     if split == "balanced":
@@ -46,13 +61,17 @@ def choose(
 
 
 def _balanced(captured: Captured, layout: Layout, stages: int) -> Choice:
-    costs = measure(captured, [node for node in layout.nodes if node in layout.work])
+    costs = _measured(captured, layout)
     seconds = [0.0] * len(layout.nodes)
     for i, node in enumerate(layout.nodes):
         if node.name in costs:
             seconds[i] = costs[node.name].forward_s + costs[node.name].backward_s
     found = partition(seconds, layout.crossing_s(captured), layout.legal, stages)
     return Choice(found.begins, f"balanced on measured costs: {_gap(found, 1e3, 'ms')}", costs)
+
+
+def _measured(captured: Captured, layout: Layout) -> Mapping[str, Cost]:
+    return measure(captured, [node for node in layout.nodes if node in layout.work])
 
 
 def _by_parameters(captured: Captured, layout: Layout, stages: int) -> Choice:

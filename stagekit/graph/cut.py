@@ -62,13 +62,14 @@ def cut(
     buckets: BucketRule | None,
     chunks: int,
     at_nodes: Sequence[str] | None,
+    measured: bool = True,
 ) -> Cut:
     """Return `captured` cut into `stages` stages; see `Captured.cut`."""
     if chunks < 1:
         raise SplitError(f"{chunks} chunks: a batch has at least 1")
     layout = lay_out(captured)
     with torch.random.fork_rng(devices=[]):
-        choice = choose(captured, layout, split, stages, at_nodes)
+        choice = choose(captured, layout, split, stages, at_nodes, measured=measured)
         stage_of = {node: _stage_at(choice.begins, i) for i, node in enumerate(layout.nodes) if node in layout.work}
         chain = build_chain(captured, layout, stage_of, stages)
     owned = _owned(captured, chain)

@@ -33,12 +33,12 @@ def write(folder, spec):
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        (job("a", "nowhere:Program"), ["there is no module 'nowhere'", "`source`"]),
+        (job("a", "nowhere:Program"), ["program: ", "there is no module 'nowhere'", "`source`", "job.yaml:3:10"]),
         (job("a", "broken:Fina"), ["broken has no Fina", "Fine"]),
         (job("a", "broken:Incomplete"), ["Incomplete lacks example_inputs, loss, optimizer, batches"]),
         (job("a", params={"widht": 8}), ["params", "widht"]),
-        (job("a", "broken:Branches"), ['broken.py", line', "program broken:Branches"]),
-        (job("a", stages=60), ["60 stages"]),
+        (job("a", "broken:Branches"), ['broken.py", line', "job.yaml:3:10"]),
+        (job("a", stages=60), ["60 stages", "job.yaml:"]),
         (job("a", pipeline={"split": ["1.2"]}), ["1.2", "1"]),
         (job("a", pipeline={"compile": "nosuch"}), ["compile='nosuch' is no backend", "inductor"]),
     ],
@@ -92,6 +92,12 @@ def test_an_exception_in_one_rank_is_shown_as_that_ranks_and_not_its_neighbours(
     assert "step 2" in text
     assert "broken.py" in text
     assert "PeerError" not in text
+
+
+def test_a_forgotten_return_in_optimizer_is_told_instead_of_training_nothing(cluster):
+    job_id = cluster.submit(job("forgets", "broken:ForgetsToReturn"))
+    assert cluster.pipectl("wait", job_id).returncode == 1
+    assert "optimizer() returned None; return a torch.optim.Optimizer" in cluster.describe(job_id)
 
 
 def test_a_loss_that_is_not_a_number_is_a_numeric_failure(cluster):

@@ -119,7 +119,9 @@ def report(api: Coordinator, cluster: LocalCluster, job_id: str, traced: int) ->
         click.echo(pictures.gantt(spans, width=width))
     train_s = sum(step["duration_s"] for step in steps)
     loss, exported = steps[-1]["loss"], exported_loss(cluster, job_id)
-    click.echo(f"\nlogs     pipectl logs {job_id} (while a coordinator runs)    events  pipectl events {job_id}")
+    click.echo(
+        "\nof a job of yours, while its coordinator runs: pipectl logs | events | describe JOB; metrics as named above"
+    )
     click.echo(
         f"trained  {len(steps)} steps in {train_s:.1f} s, {sum(s['tokens'] for s in steps) / train_s / 1000:.1f}k tokens/s"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipeapi.v1 import jobs_pb2
+from pipeapi.v1 import cluster_pb2, jobs_pb2
 from pipectl import output
 from pipectl.api import Coordinator
 from pipectl.context import coordinator_address
@@ -15,7 +15,21 @@ from pipectl.context import coordinator_address
 @click.pass_obj
 def describe(coordinator: str | None, job: str) -> None:
     """Show JOB: its state, where every stage runs, its buckets, and why it failed."""
-    show(Coordinator(coordinator_address(coordinator)).get(job))
+    api = Coordinator(coordinator_address(coordinator))
+    found = api.get(job)
+    show(found)
+    if found.state in (jobs_pb2.JOB_STATE_STARTING, jobs_pb2.JOB_STATE_RUNNING, jobs_pb2.JOB_STATE_CANCELLING):
+        _warn_of_silent_nodes(found, api.nodes())
+
+
+def _warn_of_silent_nodes(job: jobs_pb2.Job, nodes: list[cluster_pb2.Node]) -> None:
+    here = {worker.node_id for worker in job.workers}
+    for node in nodes:
+        if node.node_id in here and node.state != cluster_pb2.NODE_STATE_READY:
+            output.note(
+                f"warning: node {node.node_name} is {output.node_state_name(node)}, silent for {node.lease_age_s:.0f} s: "
+                "its workers are shown as it last reported them; they may be running, or gone with their machine"
+            )
 
 
 def show(job: jobs_pb2.Job) -> None:

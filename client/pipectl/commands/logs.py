@@ -24,6 +24,8 @@ def logs(coordinator: str | None, job: str, ranks: tuple[int, ...], stage: int |
     """Print the output of JOB's workers; with several ranks, every line names its rank."""
     api = Coordinator(coordinator_address(coordinator))
     found = api.get(job)
+    if follow and not found.workers:
+        found = _once_started(api, found)
     wanted = list(ranks) or [w.rank for w in found.workers if stage is None or stage in w.stages]
     known = {worker.rank for worker in found.workers}
     if not found.workers:
@@ -44,6 +46,16 @@ def logs(coordinator: str | None, job: str, ranks: tuple[int, ...], stage: int |
         sys.exit(int(Exit.DETACHED))
     for rank, line in rest.items():
         _print(rank, line, prefix=len(wanted) > 1)
+
+
+def _once_started(api: Coordinator, job: jobs_pb2.Job) -> jobs_pb2.Job:
+    """Wait until the job has workers, or has ended without."""
+    output.note(f"waiting for {job.name} to start ({output.progress_line(job)})")
+    last = job
+    for last in api.watch(job.job_id):
+        if last.workers:
+            break
+    return last
 
 
 def _print(rank: int, line: bytes, *, prefix: bool) -> None:

@@ -237,6 +237,8 @@ class Training:
         self._job, self._program, self._run, self._observer = job, program, run, observer
         parameters = [(name, p) for name, p in run.named_parameters() if p.requires_grad]
         self._optimizer: torch.optim.Optimizer | None = program.optimizer(parameters) if parameters else None
+        if parameters and not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise UserError(f"optimizer() returned {self._optimizer!r}; return a torch.optim.Optimizer")
         has_scheduler = hasattr(program, "scheduler") and self._optimizer is not None
         self._scheduler = program.scheduler(self._optimizer) if has_scheduler else None
         self._batches: Iterator[Batch] | None = None  # on the rank of the first stage: data travels from there
@@ -297,9 +299,12 @@ class Training:
 
 
 def _next(batches: Iterator[Batch], step: int) -> Batch:
-    batch = next(batches, None)
+    batch: object = next(batches, None)
     if batch is None:
         raise UserError(f"batches() ended before step {step}; yield forever, or ask for fewer steps")
+    if not isinstance(batch, Batch):
+        kind = type(batch).__name__
+        raise UserError(f"batches() yielded a {kind} in step {step}; yield stagekit.Batch(args, kwargs, target)")
     return batch
 
 

@@ -120,3 +120,10 @@ class Evaluates(Fine):
 
     def evaluate(self, run, step):
         return {}
+
+
+class ForgetsToReturn(Fine):
+    """Its optimizer() lacks the return."""
+
+    def optimizer(self, named_parameters):
+        torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.1)

@@ -144,3 +144,16 @@ def test_values_that_would_fail_late_are_refused_early(after, told):
 
 def test_an_override_that_is_no_yaml_is_a_mistake_and_no_traceback():
     assert '"[" is no YAML value' in mistakes(GOOD, "params.x=[")
+
+
+def test_the_schema_that_editors_read_takes_what_people_write():
+    import jsonschema
+
+    schema = jobspec.JobFile.model_json_schema()
+    job = {"version": 1, "name": "a", "program": "a:B", "train": {"steps": 1}}
+    jsonschema.validate(
+        job | {"pipeline": {"stages": 1, "buckets": {"cap": "25MiB"}}, "recovery": {"grace": "30s"}}, schema
+    )
+    for bad in ({"stages": 0}, {"stages": 1, "buckets": {"cap": "lots"}}, {"stages": 1, "chunk": 2}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(job | {"pipeline": bad}, schema)
