@@ -94,3 +94,12 @@ def test_an_unknown_compiler_is_refused() -> None:
 def test_a_stage_can_be_cast() -> None:
     module = captured().cut("layers", 2).stage_module(0, dtype=torch.float64)
     assert {p.dtype for p in module.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("split", ["balanced", "parameters", "layers"])
+def test_every_policy_measures_what_the_plan_predicts_with(split: str) -> None:
+    assert all(stage.forward_s > 0 and stage.backward_s > 0 for stage in captured().cut(split, 2).spec.stages)
+
+
+def test_costs_are_not_measured_when_nobody_asks() -> None:
+    assert [stage.forward_s for stage in captured().cut("layers", 2, measured=False).spec.stages] == [0.0, 0.0]
