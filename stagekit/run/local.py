@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stagekit.errors import UserError
-from stagekit.plan.lowering import lower, receive_window, routes_of
+from stagekit.plan.lowering import routes_of
 from stagekit.plan.plan import Plan
-from stagekit.plan.schedules import compute_order
 from stagekit.plan.shapes import chunk_sizes
-from stagekit.plan.verify import verify
 from stagekit.run import chunks as chunking
 from stagekit.run.data_parallel import GradientSums, TieGroup
 from stagekit.run.executor import Executor, Step
@@ -99,10 +97,6 @@ class LocalRun:
 
     def _executors(self, leaves: Sequence[Any], target: Sequence[Tensor], tree: Any) -> list[Executor]:
         plan, device = self._plan, torch.device("cpu")
-        routes = routes_of(plan.model)
-        orders = compute_order(plan.schedule, plan.stage_ranks, plan.num_ranks, plan.num_chunks)
-        lists = lower(orders, plan.stage_ranks, routes, window=receive_window(plan.schedule))
-        verify(lists, plan.stage_ranks, plan.num_chunks, routes)
         executors = []
         for rank in range(plan.num_ranks):
             placement = Placement(plan.model, plan.stage_ranks, rank, plan.num_chunks)
@@ -122,7 +116,7 @@ class LocalRun:
                 )
             runners = {stage: self._runners[stage] for stage in placement.own_stages}
             sums = _NoSums({}, {}, [])
-            executors.append(Executor(placement, lists[rank], runners, transport, inputs, loss, sums, device))
+            executors.append(Executor(placement, plan.actions[rank], runners, transport, inputs, loss, sums, device))
         return executors
 
     def _tie_sums(self) -> None:
