@@ -103,6 +103,15 @@ def check_counts(stages: int, stages_per_rank: int, replicas: int, world_size: i
     return needed
 
 
+def verified_lists(
+    schedule: str, stage_ranks: Sequence[int], num_chunks: int, routes: Routes
+) -> tuple[Lists, tuple[Cell, ...]]:
+    """Return each rank's complete list, and an order of all actions in which nothing waits. Raises ScheduleError."""
+    orders = compute_order(schedule, stage_ranks, max(stage_ranks) + 1, num_chunks)
+    lists = lower(orders, stage_ranks, routes, window=receive_window(schedule))
+    return lists, verify(lists, stage_ranks, num_chunks, routes)
+
+
 def make_plan(
     model: ModelSpec,
     *,
@@ -118,9 +127,7 @@ def make_plan(
     num_ranks = check_counts(num_stages, stages_per_rank, 1)
     stage_ranks = placement(num_stages, num_ranks)
     routes = routes_of(model, replicas=replicas)
-    orders = compute_order(schedule, stage_ranks, num_ranks, num_chunks)
-    lists = lower(orders, stage_ranks, routes, window=receive_window(schedule))
-    extension = verify(lists, stage_ranks, num_chunks, routes)
+    lists, extension = verified_lists(schedule, stage_ranks, num_chunks, routes)
     timeline = _predict(model, lists, extension, stage_ranks, routes, recompute)
     return Plan(
         model,

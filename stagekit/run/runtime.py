@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from stagekit.errors import BugError, PeerError, ShapeError, UserError
 from stagekit.plan.actions import Action, Op
 from stagekit.plan.contract import ModelSpec
-from stagekit.plan.lowering import lower, receive_window, routes_of
-from stagekit.plan.plan import Plan, check_counts
-from stagekit.plan.schedules import compute_order
+from stagekit.plan.lowering import routes_of
+from stagekit.plan.plan import Plan, check_counts, verified_lists
 from stagekit.plan.shapes import chunk_sizes, evaluate
-from stagekit.plan.verify import verify
 from stagekit.run import chunks as chunking
 from stagekit.run.agreement import Agreement, Given, Header, agree, exchange_text
 from stagekit.run.data_parallel import BucketReducer, GradientSums, TieGroup
@@ -222,9 +220,7 @@ class Run:
     def _lists(self) -> tuple[tuple[Action, ...], ...]:
         plan = self.plan
         routes = routes_of(plan.model, replicas=plan.replicas, inputs=self._agreement.parcels)
-        orders = compute_order(plan.schedule, plan.stage_ranks, plan.num_ranks, plan.num_chunks)
-        lists = lower(orders, plan.stage_ranks, routes, window=receive_window(plan.schedule))
-        verify(lists, plan.stage_ranks, plan.num_chunks, routes)
+        lists, _ = verified_lists(plan.schedule, plan.stage_ranks, plan.num_chunks, routes)
         return lists
 
     def _make_loss_runner(self) -> LossRunner:
