@@ -1,35 +1,33 @@
 """Capture a model as one flat graph: `capture` exports it on fake tensors, checks it, and returns a `Captured`.
 
-Decides how the model is exported (non-strict, training IR, symbolic batch and sequence sizes, static where that
-fails) and what its inputs, outputs, parameters and tied names are. Leaves the self-check to graph.selfcheck, passes
-to graph.normalise and graph.aliasing, cutting to graph.cut. Called by stagekit.api, stagekit.describe and workers.
+Decides what the graph's inputs, outputs, parameters and tied names are. Leaves the export to graph.export, the
+self-check to graph.selfcheck, passes to graph.normalise and graph.aliasing, cutting to graph.cut. Called by
+stagekit.api, stagekit.describe and workers.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError, ShapeError
 from stagekit.graph.aliasing import clone_written_inputs, functionalise, snapshot_buffers
 from stagekit.graph.build import ValueSource, named_tensors, open_model
+from stagekit.graph.export import Exported, export_model
 from stagekit.graph.normalise import drop_dead_code, normalise
 from stagekit.graph.propagate import propagate
 from stagekit.graph.selfcheck import self_check
-from stagekit.graph.specs import Leaf, Spec, batch_dims, example_rows, flatten_named, symbolic_dims
+from stagekit.graph.specs import Leaf, Spec, batch_dims, flatten_named
 from stagekit.graph.symbols import SymbolTable, symbol_table
 from stagekit.plan.contract import GraphInput
 
@@ -157,8 +155,8 @@ def capture(
     split_dims = batch_dims(leaves)
     with torch.random.fork_rng(devices=[]):
         module, source = open_model(model, seed)
-        exported, mode, skeleton = _export(module, leaves, in_tree, split_dims, device_type)
-        captured = _captured(exported, mode, skeleton, module, source, leaves, split_dims, in_tree, device_type)
+        exported = export_model(module, leaves, in_tree, split_dims, device_type)
+        captured = _captured(exported, module, source, leaves, split_dims, in_tree, device_type)
         if not check:
             return captured
         verdict = self_check(captured, model, leaves, seed)
@@ -173,114 +171,8 @@ def _supported(device: str) -> str:
     return device_type
 
 
-def skeleton_of(module: nn.Module, mode: FakeTensorMode, device: str) -> nn.Module:
-    """Return a copy of `module` whose parameters, buffers and tensor attributes are fake tensors on `device`."""
-    memo: dict[int, Any] = {}
-    for _, tensor in named_tensors(module):
-        if id(tensor) in memo:
-            continue
-        with mode:
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception as error:
-        raise CaptureError(f"{type(module).__name__} can't be copied: {type(error).__name__}: {error}") from error
-
-
-def _export(
-    module: nn.Module, leaves: list[Leaf], in_tree: Any, split_dims: list[int | None], device: str
-) -> tuple[torch.export.ExportedProgram, FakeTensorMode, nn.Module]:
-    """Export with symbolic sizes, or with static ones if that fails."""
-    failure: Exception | None = None
-    for symbolic in (True, False):
-        mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
-        skeleton = skeleton_of(module, mode, device)
-        values = [
-            _fake_input(leaf.value, dim, mode, device, symbolic) for leaf, dim in zip(leaves, split_dims, strict=True)
-        ]
-        fake_args, fake_kwargs = pytree.tree_unflatten(values, in_tree)
-        dims = [_dynamic(value, dim) if symbolic else None for value, dim in zip(values, split_dims, strict=True)]
-        shapes = pytree.tree_unflatten(dims, in_tree)
-        try:
-            exported = torch.export.export(
-                skeleton,
-                fake_args,
-                fake_kwargs,
-                strict=False,
-                dynamic_shapes=_by_name(skeleton, shapes) if symbolic else None,
-            )
-            return exported, _mode_of(exported), skeleton
-        except Exception as error:
-            failure = error
-    assert failure is not None
-    raise CaptureError(
-        f"{type(module).__name__} can't be captured{_user_line(failure)}: {type(failure).__name__}: "
-        f"{str(failure).splitlines()[0] if str(failure) else ''}"
-    ) from failure
-
-
-def _mode_of(exported: torch.export.ExportedProgram) -> FakeTensorMode:
-    """Return the mode of the exported graph's values: export moves them into one of its own."""
-    values = (node.meta.get("val") for node in exported.graph.nodes)
-    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-    if mode is None:
-        raise CaptureError("the capture holds no tensor at all; does forward compute anything?")
-    return mode
-
-
-def _fake_input(value: Any, split_dim: int | None, mode: FakeTensorMode, device: str, symbolic: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    shape = example_rows(value, split_dim) if symbolic else value.shape
-    with mode:
-        if shape == value.shape:
-            fake = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=device)
-        else:
-            fake = torch.empty(shape, dtype=value.dtype, device=device)
-    return fake.requires_grad_(value.requires_grad)
-
-
-def _dynamic(value: Any, split_dim: int | None) -> dict[int, Any] | None:
-    if not isinstance(value, Tensor):
-        return None
-    return dict.fromkeys(symbolic_dims(value, split_dim), torch.export.Dim.AUTO)
-
-
-def _by_name(module: nn.Module, shapes: Any) -> Any:
-    """Return the dynamic shapes keyed as export wants them: by the forward's argument names."""
-    import inspect
-
-    positional, named = shapes
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    result: dict[str, Any] = {}
-    rest = list(positional)
-    for parameter in parameters:
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            if rest:
-                result[parameter.name] = tuple(rest)
-            rest = []
-        elif rest and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            result[parameter.name] = rest.pop(0)
-    known = {p.name for p in parameters}
-    var_keyword = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
-    extra = {key: value for key, value in named.items() if key not in known}
-    result |= {key: value for key, value in named.items() if key in known}
-    if var_keyword is not None and extra:
-        result[var_keyword] = extra
-    return result
-
-
-def _user_line(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and "/stagekit/graph/" not in f.filename]
-    return f' at "{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}' if own else ""
-
-
 def _captured(
-    exported: torch.export.ExportedProgram,
-    mode: FakeTensorMode,
-    skeleton: nn.Module,
+    model: Exported,
     module: nn.Module,
     source: ValueSource,
     leaves: list[Leaf],
@@ -288,6 +180,7 @@ def _captured(
     in_tree: Any,
     device: str,
 ) -> Captured:
+    exported, mode, skeleton = model.program, model.mode, model.skeleton
     aliases = tied_names(skeleton)
     origins, renamed = _origins(exported, dict(aliases), skeleton)
     graph, new_names = normalise(exported.graph_module, renamed)

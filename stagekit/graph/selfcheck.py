@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
 from stagekit.graph.build import build_for_real, named_tensors
+from stagekit.graph.export import skeleton_of
 from stagekit.graph.propagate import entered
 from stagekit.graph.specs import Leaf
 from stagekit.plan.contract import Symbol
@@ -173,8 +174,6 @@ def _word(value: Any) -> str:
 
 def check_structure(captured: Captured, leaves: list[Leaf]) -> None:
     """Compare, on fake tensors, which parameters the model and its capture reach; raise CaptureError."""
-    from stagekit.graph.capture import skeleton_of
-
     skeleton = skeleton_of(captured.module, captured.mode, captured.device)
     with captured.mode:
         values = [
