@@ -47,7 +47,7 @@ def propagate(graph: fx.Graph, fakes: Mapping[str, Any], mode: FakeTensorMode) -
         for node in graph.nodes:
             if node.op == "output":
                 continue
-            values[node] = fakes[node.name] if node.op == "placeholder" else _run(node, values)
+            values[node] = fakes[node.name] if node.op == "placeholder" else run_node(node, values)
             number = storage_number(values[node])
             if number is not None:
                 storages[node.name] = number
@@ -63,7 +63,8 @@ def _detached(value: Any) -> Any:
     return value
 
 
-def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Return what a node gives for fake `values`, in its context. Raises CaptureError naming the user's line."""
     if node.op != "call_function":
         raise CaptureError(f"the capture holds a {node.op} of {node.target}{line_of(node)}; control flow can't be cut")
     args = fx.map_arg(node.args, lambda n: values[n])
