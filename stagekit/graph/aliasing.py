@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from stagekit.graph.functions import traits_of
+
 _RUNNING_STATS = {"aten::batch_norm": (3, 4, 5), "aten::instance_norm": (3, 4, 5), "aten::native_batch_norm": (3, 4, 5)}
 
 
@@ -24,7 +26,8 @@ def schema_name(node: fx.Node) -> str:
 def is_random(node: fx.Node) -> bool:
     """Tell whether the node draws from the default generator when it runs."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return False
+        traits = traits_of(node.target)
+        return traits is not None and traits.draws
     name, given = schema_name(node), named_arguments(node)
     if name in ("aten::dropout", "aten::feature_dropout", "aten::dropout_", "aten::alpha_dropout"):
         return given["train"] is True and given["p"] != 0.0
@@ -45,7 +48,8 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 def written_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose memory this node writes: by its schema, or running statistics that no schema declares."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return []
+        traits = traits_of(node.target)
+        return [node.args[i] for i in traits.written] if traits is not None else []  # type: ignore[misc]
     name = schema_name(node)
     written: list[fx.Node] = []
     if name in _RUNNING_STATS:

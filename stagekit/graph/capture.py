@@ -24,6 +24,7 @@ from stagekit.errors import CaptureError, ShapeError
 from stagekit.graph.aliasing import clone_written_inputs, functionalise, snapshot_buffers
 from stagekit.graph.build import ValueSource, named_tensors, open_model
 from stagekit.graph.export import Exported, export_model
+from stagekit.graph.functions import traits_of
 from stagekit.graph.normalise import drop_dead_code, normalise
 from stagekit.graph.propagate import propagate
 from stagekit.graph.selfcheck import self_check
@@ -34,6 +35,7 @@ from stagekit.plan.contract import GraphInput
 if TYPE_CHECKING:
     from stagekit.graph.buckets import BucketRule
     from stagekit.graph.cut import Cut
+    from stagekit.plan.split import Balanced, Usage
 
 _PREFIXES = {
     InputKind.PARAMETER: "parameter",
@@ -82,24 +84,24 @@ class Captured:
 
     def cut(
         self,
-        split: str | Sequence[str],
+        split: str | Sequence[str] | Balanced,
         stages: int,
         *,
         buckets: BucketRule | None = None,
-        chunks: int = 1,
         at_nodes: Sequence[str] | None = None,
         measured: bool = True,
+        usage: Usage | None = None,
     ) -> Cut:
         """Cut into `stages` stages; `at_nodes` repeats the cut of a published plan without measuring anything.
 
         Each node is timed, for the plan's predictions also where the policy needs no costs; `measured=False` skips it.
 
-        `split`: "balanced", "parameters", "layers" or the module paths where stages 1, 2, … begin.
-        Raises SplitError.
+        `split`: "balanced" or `Balanced(...)`, "parameters", "layers", "bucket:25MiB", or the module paths where stages
+        1, 2, … begin. `usage` says how the stages will run, for a memory cap. Raises SplitError.
         """
         from stagekit.graph.cut import cut
 
-        return cut(self, split, stages, buckets=buckets, chunks=chunks, at_nodes=at_nodes, measured=measured)
+        return cut(self, split, stages, buckets=buckets, at_nodes=at_nodes, measured=measured, usage=usage)
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """Return the leaves of (args, kwargs) in the order of `inputs`; None stands for a tensor that is not here.
@@ -183,7 +185,7 @@ def _captured(
     exported, mode, skeleton = model.program, model.mode, model.skeleton
     aliases = tied_names(skeleton)
     origins, renamed = _origins(exported, dict(aliases), skeleton)
-    graph, new_names = normalise(exported.graph_module, renamed)
+    graph, new_names = normalise(exported.graph_module, renamed, model.calls)
     origins = {new_names[name]: origin for name, origin in origins.items()}
     fakes = {n.name: _placeholder_value(n, origins[n.name], leaves) for n in graph.nodes if n.op == "placeholder"}
     storages = _settle(graph, origins, fakes, mode)
@@ -308,5 +310,7 @@ def _hash(graph: fx.Graph, inputs: tuple[GraphInput, ...], device: str, module: 
     versions = sorted((name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in packages)
     digest.update(repr((torch.__version__, versions, device, inputs)).encode())
     for node in graph.nodes:
-        digest.update(f"{node.name}|{node.target}|{node.args}|{node.kwargs}|{node.meta.get('context')}\n".encode())
+        traits = traits_of(node.target)
+        target = f"{node.target.__module__}.{node.target.__qualname__} {traits.digest}" if traits else node.target
+        digest.update(f"{node.name}|{target}|{node.args}|{node.kwargs}|{node.meta.get('context')}\n".encode())
     return digest.hexdigest()[:32]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +20,22 @@ from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
 from stagekit.graph.build import named_tensors
+from stagekit.graph.functions import FunctionRecorder
+from stagekit.graph.lines import line_of_error
 from stagekit.graph.specs import Leaf, example_rows, symbolic_dims
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported program, the mode of its fake tensors, and the fake copy of the module that was exported."""
+    """An exported program, the mode of its fake tensors, and the fake copy of the module that was exported.
+
+    `calls` are the calls of custom autograd.Functions, which the program holds by number.
+    """
 
     program: torch.export.ExportedProgram
     mode: FakeTensorMode
     skeleton: nn.Module
+    calls: tuple[Callable[..., Any], ...]
 
 
 def skeleton_of(module: nn.Module, mode: FakeTensorMode, device: str) -> nn.Module:
@@ -63,19 +68,22 @@ def export_model(
         dims = [_dynamic(value, dim) if symbolic else None for value, dim in zip(values, split_dims, strict=True)]
         shapes = pytree.tree_unflatten(dims, in_tree)
         try:
-            exported = torch.export.export(
-                skeleton,
-                fake_args,
-                fake_kwargs,
-                strict=False,
-                dynamic_shapes=_by_name(skeleton, shapes) if symbolic else None,
-            )
-            return Exported(exported, _mode_of(exported), skeleton)
+            with FunctionRecorder(skeleton) as functions:
+                exported = torch.export.export(
+                    skeleton,
+                    fake_args,
+                    fake_kwargs,
+                    strict=False,
+                    dynamic_shapes=_by_name(skeleton, shapes) if symbolic else None,
+                )
+            return Exported(exported, _mode_of(exported), skeleton, tuple(functions.calls))
+        except CaptureError:
+            raise
         except Exception as error:
             failure = error
     assert failure is not None
     raise CaptureError(
-        f"{type(module).__name__} can't be captured{_user_line(failure)}: {type(failure).__name__}: "
+        f"{type(module).__name__} can't be captured{line_of_error(failure)}: {type(failure).__name__}: "
         f"{str(failure).splitlines()[0] if str(failure) else ''}"
     ) from failure
 
@@ -127,9 +135,3 @@ def _by_name(module: nn.Module, shapes: Any) -> Any:
     if var_keyword is not None and extra:
         result[var_keyword] = extra
     return result
-
-
-def _user_line(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and "/stagekit/graph/" not in f.filename]
-    return f' at "{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}' if own else ""

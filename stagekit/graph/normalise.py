@@ -9,7 +9,7 @@ aliases is decided in graph.aliasing.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,19 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from stagekit.graph.aliasing import is_random, writes_memory
+from stagekit.graph.functions import resolve
 
 Context = tuple[tuple[Any, ...], ...]  # of ("grad", enabled) and ("autocast", device, dtype, enabled, cache)
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
 
 
-def normalise(source: fx.GraphModule, canonical: Mapping[str, str]) -> tuple[fx.Graph, dict[str, str]]:
+def normalise(
+    source: fx.GraphModule, canonical: Mapping[str, str], calls: Sequence[Callable[..., Any]] = ()
+) -> tuple[fx.Graph, dict[str, str]]:
     """Return the flat graph and the new name of each placeholder (fx renames one that is called like a builtin).
 
-    `canonical` maps the placeholder of a tied weight to that of its canonical name.
+    `canonical` maps the placeholder of a tied weight to that of its canonical name; `calls` are what the recorded calls
+    of custom autograd.Functions stand for.
     """
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
@@ -33,6 +37,8 @@ def normalise(source: fx.GraphModule, canonical: Mapping[str, str]) -> tuple[fx.
     placeholders = {node.name: values[node] for node in source.graph.nodes if node.op == "placeholder"}
     for alias, name in canonical.items():
         placeholders[alias].replace_all_uses_with(placeholders[name])
+    for node in graph.nodes:
+        resolve(node, calls)
     drop_assertions(graph)
     drop_dead_code(graph)
     graph.lint()

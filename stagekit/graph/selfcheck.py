@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from stagekit.plan.contract import Symbol
 if TYPE_CHECKING:
     from stagekit.graph.capture import Captured
 
+_DISSOLVED = {"CheckpointFunctionBackward"}  # recomputing is left to the runtime
 _RELATIVE = 1e-4  # of a tensor's largest element: functional twins and cleared strides may change sums slightly
 
 
@@ -183,31 +185,36 @@ def check_structure(captured: Captured, leaves: list[Leaf]) -> None:
             for v in (leaf.value for leaf in leaves)
         ]
         args, kwargs = pytree.tree_unflatten(values, captured.in_tree)
-        expected = _reached(pytree.tree_leaves(skeleton(*args, **kwargs)))
+        expected, foreign = _reached(pytree.tree_leaves(skeleton(*args, **kwargs)))
         lifted = {name: captured.mode.from_tensor(t) for name, t in captured.lifted.items()}
         tensors = dict(named_tensors(skeleton))
-        got = _reached(run_flat(captured, {**lifted, **tensors}, values))
+        got, kept = _reached(run_flat(captured, {**lifted, **tensors}, values))
+    lost = foreign - kept
+    if lost:
+        raise CaptureError(
+            f"{', '.join(sorted(lost))}: a custom autograd.Function that the capture does not hold; its backward would "
+            "be lost"
+        )
     names = {id(p): name for name, p in skeleton.named_parameters()}
     if expected != got:
         first = min(names.get(i, "an input") for i in expected ^ got)
         raise CaptureError(f"the model and its capture do not reach the same parameters; the first one is {first}")
 
 
-def _reached(outputs: list[Any]) -> set[int]:
-    """Return the ids of the leaves that autograd reaches; refuse autograd nodes that are not torch's own."""
+def _reached(outputs: list[Any]) -> tuple[set[int], Counter[str]]:
+    """Return the ids of the leaves that autograd reaches, and how often each autograd node that is not torch's own."""
     todo = [out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
     seen: set[Any] = set()
     found: set[int] = set()
+    foreign: Counter[str] = Counter()
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        if issubclass(type(node), torch.autograd.function.BackwardCFunction):
-            raise CaptureError(
-                f"{node.name()} is a custom autograd.Function: its backward would be lost in the capture"
-            )
+        if issubclass(type(node), torch.autograd.function.BackwardCFunction) and node.name() not in _DISSOLVED:
+            foreign[node.name()] += 1
         if hasattr(node, "variable"):
             found.add(id(node.variable))
         todo += [following for following, _ in node.next_functions if following is not None]
-    return found
+    return found, foreign

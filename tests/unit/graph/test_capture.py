@@ -115,29 +115,33 @@ class _Doubled(torch.autograd.Function):
         return grad * 7
 
 
-def test_a_lost_custom_backward_is_found_by_the_self_check() -> None:
-    class Custom(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return _Doubled.apply(self.layer(x))  # type: ignore[no-any-return]
-
-    with pytest.raises(CaptureError, match=r"gradient of layer\.weight differs"):
-        capture(Custom(), (torch.randn(4, 6),))
+    def forward(self, x: Tensor) -> Tensor:
+        return _Doubled.apply(self.layer(x))  # type: ignore[no-any-return]
 
 
-def test_the_structural_check_refuses_a_custom_backward_and_accepts_a_plain_model() -> None:
-    class Custom(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return _Doubled.apply(x)  # type: ignore[no-any-return]
+def test_a_custom_backward_is_kept() -> None:
+    captured = capture(Custom(), (torch.randn(4, 6),))
+    assert captured.self_check == "values"
+    assert [node.name for node in captured.graph.nodes if node.op == "call_function"] == ["linear", "doubled"]
 
+
+def test_the_structural_check_accepts_a_custom_backward_that_was_kept_and_refuses_one_that_was_lost() -> None:
     x = torch.randn(4, 6)
-    check_structure(capture(Masked(), (x,), check=False), flatten_named((x,), {})[0])
-    custom = nn.Sequential(nn.Linear(6, 6), Custom())
-    with pytest.raises(CaptureError, match="its backward would be lost"):
-        check_structure(capture(custom, (x,), check=False), flatten_named((x,), {})[0])
+    leaves = flatten_named((x,), {})[0]
+    check_structure(capture(Masked(), (x,), check=False), leaves)
+    captured = capture(Custom(), (x,), check=False)
+    check_structure(captured, leaves)
+    for node in captured.graph.nodes:
+        if node.name == "doubled":
+            node.replace_all_uses_with(node.args[0])
+            captured.graph.erase_node(node)
+    with pytest.raises(CaptureError, match=r"_Doubled.*its backward would be lost"):
+        check_structure(captured, leaves)
 
 
 def test_burned_in_constants_and_structure_are_checked() -> None:
