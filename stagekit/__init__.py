@@ -11,6 +11,7 @@ _HOMES = {
     "PipelineStage": "stagekit.api",
     "Context": "stagekit.api",
     "init": "stagekit.api",
+    "Balanced": "stagekit.plan.split",
     "Split": "stagekit.graph.specs",
     "Replicate": "stagekit.graph.specs",
     "Cat": "stagekit.run.merge",

@@ -22,6 +22,7 @@ from stagekit.graph.capture import Captured, capture
 from stagekit.graph.cut import Cut
 from stagekit.plan.contract import ModelSpec, StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
+from stagekit.plan.split import Balanced, Usage
 from stagekit.run.agreement import exchange_text
 from stagekit.run.loss import LossFunction, LossWeight
 from stagekit.run.merge import flatten_rules
@@ -119,9 +120,7 @@ class Pipeline:
         if first == mine[0] or graph_hash != mine[1] or len(first) != len(self.stages):
             return  # the same cut; or another model, which the first step refuses with every rank's number
         plan = self.plan
-        cut = self.cut.captured.cut(
-            "balanced", len(first), buckets=self.cut.buckets, chunks=plan.num_chunks, at_nodes=first
-        )
+        cut = self.cut.captured.cut("balanced", len(first), buckets=self.cut.buckets, at_nodes=first)
         self._set_cut(
             cut,
             make_plan(
@@ -149,7 +148,7 @@ def pipeline(
     stages: int,
     chunks: int,
     schedule: str = "1f1b",
-    split: str | Sequence[str] = "balanced",
+    split: str | Sequence[str] | Balanced = "balanced",
     stages_per_rank: int = 1,
     replicas: int = 1,
     buckets: Mapping[str, int] | None = None,
@@ -166,7 +165,8 @@ def pipeline(
 
     `args` and `kwargs` are ONE chunk. `model` is a module (its weights are copied) or a callable that builds it (weights
     are then made stage by stage, equal to `torch.manual_seed(seed); model()`). `loss_fn(output, target)` returns a
-    chunk's mean loss; `loss_weight(target)` its weight, rows by default. `buckets` {"cap": bytes, "first": bytes} cuts
+    chunk's mean loss; `loss_weight(target)` its weight, rows by default. `split` says where stages begin: "balanced" or
+    `Balanced(...)` with its options, "parameters", "layers", "bucket:25MiB", or module paths. `buckets` {"cap": bytes, "first": bytes} cuts
     each stage into submodules whose gradients are reduced together. `args_spec` and `kwargs_spec` say of an argument
     `Split(dim)` or `Replicate()`, `output_spec` of an output `Cat(dim)`, `Stack()`, `Sum()`, `Mean()` or a function.
     The module and the random state are left as they were. Raises CaptureError, SplitError, ScheduleError, UserError.
@@ -226,7 +226,7 @@ def plan_pipeline(
     stages: int,
     chunks: int,
     schedule: str = "1f1b",
-    split: str | Sequence[str] = "balanced",
+    split: str | Sequence[str] | Balanced = "balanced",
     stages_per_rank: int = 1,
     replicas: int = 1,
     buckets: Mapping[str, int] | None = None,
@@ -240,7 +240,8 @@ def plan_pipeline(
 ) -> Pipeline:
     """Second half of `pipeline`: cut and schedule. `at_nodes` repeats the cut of a published plan, without measuring."""
     rule = BucketRule(buckets["cap"], buckets.get("first")) if buckets and buckets.get("cap") else None
-    cut = captured.cut(split, stages, buckets=rule, chunks=chunks, at_nodes=at_nodes, measured=measured)
+    usage = Usage(schedule, chunks, stages_per_rank, recompute)
+    cut = captured.cut(split, stages, buckets=rule, at_nodes=at_nodes, measured=measured, usage=usage)
     plan = make_plan(
         cut.spec,
         schedule=schedule,

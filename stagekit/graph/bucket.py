@@ -170,10 +170,19 @@ def _attribute(gm: fx.GraphModule, target: str) -> Any:
     return value
 
 
-def group_nodes(graph: fx.Graph, weights: Mapping[fx.Node, Weights], rule: BucketRule) -> list[Group]:
-    """Return the buckets in execution order; the walk is backward, so bucket 0 of the rule is the last one here."""
+def group_nodes(
+    graph: fx.Graph,
+    weights: Mapping[fx.Node, Weights],
+    rule: BucketRule,
+    *,
+    legal: Collection[int] | None = None,
+) -> list[Group]:
+    """Return the buckets in execution order; the walk is backward, so bucket 0 of the rule is the last one here.
+
+    `legal`: positions among the operations where a bucket may begin; by default wherever a graph can be parted.
+    """
     nodes = [node for node in graph.nodes if node.op.startswith("call_")]
-    legal = _legal_begins(graph, nodes)
+    legal = _legal_begins(graph, nodes) if legal is None else {*legal, len(nodes)}
     groups: list[tuple[list[fx.Node], dict[str, int]]] = [([], {})]
     counted: set[str] = set()
     for position in range(len(nodes) - 1, -1, -1):

@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from stagekit.errors import SplitError
-from stagekit.graph.costs import Cost, measure
+from stagekit.graph.bucket import group_nodes
+from stagekit.graph.buckets import BucketRule
+from stagekit.graph.costs import Cost, measure, tensor_bytes
+from stagekit.graph.footprint import cut_within, footprint
 from stagekit.graph.layout import Layout
+from stagekit.plan.memory import GIB, Memory
 from stagekit.plan.partition import Partition, partition
+from stagekit.plan.split import Balanced, Usage, parse_split
 
 if TYPE_CHECKING:
     from stagekit.graph.capture import Captured
@@ -31,47 +36,72 @@ class Choice:
 def choose(
     captured: Captured,
     layout: Layout,
-    split: str | Sequence[str],
+    split: str | Sequence[str] | Balanced,
     stages: int,
     at_nodes: Sequence[str] | None,
     *,
     measured: bool = True,
+    usage: Usage | None = None,
 ) -> Choice:
     """Return where the stages begin, and what each node costs if `measured`. Raises SplitError with the numbers or the
     nearest names. The cut of a published plan is not measured again.
     """
     if at_nodes is not None:
         return _at_nodes(layout, at_nodes, stages)
-    choice = _chosen(captured, layout, split, stages)
+    choice = _chosen(captured, layout, split, stages, usage or Usage())
     if measured and not choice.costs:
-        choice = replace(choice, costs=_measured(captured, layout))
+        choice = replace(choice, costs=_costs(captured, layout, "measured"))
     return choice
 
 
-def _chosen(captured: Captured, layout: Layout, split: str | Sequence[str], stages: int) -> Choice:
-    if not isinstance(split, str):
+def _chosen(
+    captured: Captured, layout: Layout, split: str | Sequence[str] | Balanced, stages: int, usage: Usage
+) -> Choice:
+    if not isinstance(split, str | Balanced):
         return _at_paths(layout, split, stages)
-    if split == "balanced":
-        return _balanced(captured, layout, stages)
-    if split == "parameters":
-        return _by_parameters(captured, layout, stages)
-    if split == "layers":
-        return _by_layers(layout, stages)
-    raise SplitError(f'split is {split!r}; use "balanced", "parameters", "layers" or a list of module paths')
+    match parse_split(split) if isinstance(split, str) else split:
+        case Balanced() as wish:
+            return _balanced(captured, layout, wish, stages, usage)
+        case int(cap_bytes):
+            return _by_buckets(captured, layout, cap_bytes, stages)
+        case "parameters":
+            return _by_parameters(captured, layout, stages)
+        case _:
+            return _by_layers(layout, stages)
 
 
-def _balanced(captured: Captured, layout: Layout, stages: int) -> Choice:
-    costs = _measured(captured, layout)
+def _balanced(captured: Captured, layout: Layout, wish: Balanced, stages: int, usage: Usage) -> Choice:
+    if wish.speeds is not None and len(wish.speeds) * usage.stages_per_rank != stages:
+        raise SplitError(
+            f"speeds names {len(wish.speeds)} ranks, but {stages} stages run on {stages // usage.stages_per_rank}"
+        )
+    costs = _costs(captured, layout, wish.costs)
     seconds = [0.0] * len(layout.nodes)
     for i, node in enumerate(layout.nodes):
         if node.name in costs:
-            seconds[i] = costs[node.name].forward_s + costs[node.name].backward_s
-    found = partition(seconds, layout.crossing_s(captured), layout.legal, stages)
-    return Choice(found.begins, f"balanced on measured costs: {_gap(found, 1e3, 'ms')}", costs)
+            cost = costs[node.name]
+            seconds[i] = cost.forward_s * (2 if usage.recompute else 1) + cost.backward_s
+    legal = _block_begins(layout, stages) if wish.block_boundaries else layout.legal
+    speeds = wish.speeds or (1.0,) * (stages // usage.stages_per_rank)
+
+    def solve(memory: Memory | None) -> Partition:
+        return partition(seconds, layout.crossing_s(captured), legal, stages, speeds=speeds, memory=memory)
+
+    report = f"balanced on {'measured costs' if wish.costs == 'measured' else wish.costs}"
+    report += ", at blocks" if wish.block_boundaries else ""
+    if wish.memory_bytes is None:
+        found = solve(None)
+    else:
+        footing = footprint(captured, layout, optimizer_state=wish.optimizer_state, recompute=usage.recompute)
+        cap = wish.memory_bytes / usage.stages_per_rank
+        found, needs = cut_within(solve, footing, cap, usage.in_flight(stages))
+        report += f", largest stage {needs / GIB:.3g} of {cap / GIB:.3g} GiB"
+    noun = "stage" if usage.stages_per_rank == 1 else "rank"
+    return Choice(found.begins, f"{report}: {_gap(found, 1e3, 'ms', noun)}", costs if wish.costs == "measured" else {})
 
 
-def _measured(captured: Captured, layout: Layout) -> Mapping[str, Cost]:
-    return measure(captured, [node for node in layout.nodes if node in layout.work])
+def _costs(captured: Captured, layout: Layout, how: str) -> Mapping[str, Cost]:
+    return measure(captured, [node for node in layout.nodes if node in layout.work], how)
 
 
 def _by_parameters(captured: Captured, layout: Layout, stages: int) -> Choice:
@@ -82,33 +112,64 @@ def _by_parameters(captured: Captured, layout: Layout, stages: int) -> Choice:
             origin = captured.origins.get(operand.name) if operand.op == "placeholder" else None
             if origin is not None and origin.kind == "parameter" and operand not in counted:
                 counted.add(operand)
-                sizes[i] += operand.meta["val"].numel() * operand.meta["val"].element_size()
+                sizes[i] += tensor_bytes(captured, operand.meta["val"])
     found = partition(sizes, [0.0] * len(sizes), layout.legal, stages)
-    return Choice(found.begins, f"balanced on parameter bytes: {_gap(found, 2**-20, 'MiB')}")
+    return Choice(found.begins, f"balanced on parameter bytes: {_gap(found, 2**-20, 'MiB', 'stage')}")
 
 
-def _gap(found: Partition, factor: float, unit: str) -> str:
-    gap = found.slowest / found.lower_bound - 1 if found.lower_bound > 0 else 0.0
+def _gap(found: Partition, factor: float, unit: str, noun: str) -> str:
     return (
-        f"largest stage {found.slowest * factor:.3g} {unit}, lower bound {found.lower_bound * factor:.3g} {unit}, "
-        f"gap {100 * gap:.1f} %"
+        f"largest {noun} {found.slowest * factor:.3g} {unit}, lower bound {found.lower_bound * factor:.3g} {unit}, "
+        f"gap {100 * found.gap:.1f} %"
     )
 
 
+def _by_buckets(captured: Captured, layout: Layout, cap_bytes: int, stages: int) -> Choice:
+    """Cut where DDP would begin a bucket; the cap decides how many stages that makes."""
+    weights = {}
+    for node in captured.graph.nodes:
+        origin = captured.origins.get(node.name) if node.op == "placeholder" else None
+        if origin is not None and origin.kind == "parameter" and origin.requires_grad:
+            weights[node] = {origin.name: tensor_bytes(captured, node.meta["val"])}
+    groups = group_nodes(captured.graph, weights, BucketRule(cap_bytes), legal=layout.legal)
+    if len(groups) != stages:
+        raise SplitError(
+            f"a bucket of {cap_bytes} bytes makes {len(groups)} stages of this model, but {stages} were asked for; "
+            f"set stages to {len(groups)}, or another size"
+        )
+    order = {node: i for i, node in enumerate(layout.nodes)}
+    largest = max(group.size_bytes for group in groups)
+    begins = (0, *(order[group.nodes[0]] for group in groups[1:]))
+    return Choice(begins, f"buckets of {cap_bytes} bytes: the largest stage holds {largest / 2**20:.3g} MiB")
+
+
 def _by_layers(layout: Layout, stages: int) -> Choice:
+    begins = _layers(layout)
+    ones = [0.0] * len(layout.nodes)
+    for i in begins:
+        ones[i] = 1.0
+    found = partition(ones, [0.0] * len(ones), _block_begins(layout, stages), stages)
+    return Choice(found.begins, f"equal numbers of layers: at most {found.slowest:.0f} of {len(begins)} in a stage")
+
+
+def _layers(layout: Layout) -> list[int]:
+    """Return the positions where numbered modules begin."""
     begins: dict[str, int] = {}
     for i, node in enumerate(layout.nodes):
         layer = _layer_of(node)
         if node in layout.work and layer is not None:
             begins.setdefault(layer, i)
-    legal = sorted({i for i in begins.values() if i in set(layout.legal)})
+    return sorted(set(begins.values()))
+
+
+def _block_begins(layout: Layout, stages: int) -> list[int]:
+    """Return the legal cuts where a numbered module begins. Raises SplitError if there are too few."""
+    legal = sorted(set(_layers(layout)) & set(layout.legal))
     if stages - 1 > len(legal):
-        raise SplitError(f'{stages} stages by "layers", but only {len(legal) + 1} layers can begin one; use "balanced"')
-    ones = [0.0] * len(layout.nodes)
-    for i in begins.values():
-        ones[i] = 1.0
-    found = partition(ones, [0.0] * len(ones), legal, stages)
-    return Choice(found.begins, f"equal numbers of layers: at most {found.slowest:.0f} of {len(begins)} in a stage")
+        raise SplitError(
+            f'{stages} stages by "layers" or block boundaries, but only {len(legal) + 1} blocks can begin one; use "balanced"'
+        )
+    return legal
 
 
 def module_paths(node: fx.Node) -> list[str]:

@@ -1,11 +1,14 @@
-"""What each node of a capture costs: measured by running it alone on operands made up from their fake shapes.
+"""What each node of a capture costs: measured by running it alone on made-up operands, or estimated. Called by graph.choose.
 
-One node's operands are in memory at a time, never the model. Equal calls (same operator, shapes and constants) are
-timed once. Where the target device is absent, a node costs its bytes over the memory's bandwidth. Called by graph.cut.
+One node's operands are in memory at a time, never the model. Equal calls (same operator, shapes and constants) are timed
+once: the fastest of several rounds, short ones in batches, on the thread's own clock where one thread does the work.
+What autograd costs once per call, not per operation, is taken off, and adding into `.grad` is put on, so that the sum
+over a stage is what the stage takes. Where the target device is absent, FLOPs and bytes are counted.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,15 +18,21 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from stagekit.graph.aliasing import written_inputs
+from stagekit.graph.estimates import by_bytes, by_flops, tensor_bytes
+from stagekit.graph.operands import made_up, operands
 from stagekit.graph.propagate import entered
 
 if TYPE_CHECKING:
     from stagekit.graph.capture import Captured
 
-MEMORY_BYTES_PER_S = 1e10  # order of one core's copy speed; used only for what can't be timed
+__all__ = ["LINK_BYTES_PER_S", "LINK_S_PER_MESSAGE", "Cost", "made_up", "measure", "tensor_bytes"]
+
 LINK_BYTES_PER_S = 2e9  # gloo over loopback at 1 MiB gives 3-6 GB/s; a copy on each side halves it
 LINK_S_PER_MESSAGE = 5e-5  # a gloo hop takes 38-71 µs
-_REPEATS = 3
+_BATCH_S = 50e-6  # clocks resolve 0.1-1 µs: shorter calls are timed together
+_ROUNDS_S = 0.01  # rounds go on for so long,
+_ROUNDS = (3, 12)  # but there are so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +43,21 @@ class Cost:
     backward_s: float
 
 
-def measure(captured: Captured, nodes: Sequence[fx.Node]) -> dict[str, Cost]:
-    """Return the cost per node name; generators and the model's own tensors stay untouched."""
-    present = captured.device == "cpu" or torch.get_device_module(captured.device).is_available()
+def measure(captured: Captured, nodes: Sequence[fx.Node], how: str = "measured") -> dict[str, Cost]:
+    """Return the cost per node name; generators and the model's own tensors stay untouched.
+
+    `how`: "measured", "flops" or "bytes".
+    """
+    cost_of = {"measured": _measured, "flops": by_flops, "bytes": by_bytes}[how]
+    if how == "measured" and not (captured.device == "cpu" or torch.get_device_module(captured.device).is_available()):
+        cost_of = by_flops
     known: dict[str, Cost] = {}
     costs: dict[str, Cost] = {}
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for node in nodes:
             signature = _signature(captured, node)
             if signature not in known:
-                known[signature] = (_timed(captured, node) if present else None) or _by_bytes(captured, node)
+                known[signature] = Cost(*cost_of(captured, node))
             costs[node.name] = known[signature]
     return costs
 
@@ -52,7 +66,8 @@ def _signature(captured: Captured, node: fx.Node) -> str:
     def describe(n: fx.Node) -> Any:
         value = n.meta["val"]
         if isinstance(value, Tensor):
-            return (*captured.symbols.example_shape(value), str(value.dtype), n.meta["requires_grad"])
+            shape = captured.symbols.example_shape(value)
+            return (*shape, str(value.dtype), n.meta["requires_grad"], _is_parameter(captured, n))
         return str(captured.symbols.example(value))
 
     shown = [describe(n) for n in node.all_input_nodes]
@@ -60,78 +75,83 @@ def _signature(captured: Captured, node: fx.Node) -> str:
     return f"{node.target} {constants} {shown} {node.meta.get('context')}"
 
 
-def tensor_bytes(captured: Captured, value: Any) -> int:
-    """Return the bytes of the fake tensors in `value` at the example's sizes."""
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return sum(_numel(captured.symbols.example_shape(leaf)[0]) * leaf.element_size() for leaf in leaves)
+def _is_parameter(captured: Captured, node: fx.Node) -> bool:
+    return node.op == "placeholder" and captured.origins[node.name].kind == "parameter"
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
+def _measured(captured: Captured, node: fx.Node) -> tuple[float, float]:
+    """Return the timed cost; an estimate if the node can't run on made-up operands."""
+    for integers in (0, 1):
+        try:
+            forward_s, backward_s = _timed(captured, node, integers)
+        except Exception:  # values that an operator refuses
+            continue
+        return forward_s, backward_s + _accumulating_s(captured, node)
+    return by_flops(captured, node)
 
 
-def _by_bytes(captured: Captured, node: fx.Node) -> Cost:
-    moved = sum(tensor_bytes(captured, n.meta["val"]) for n in (node, *node.all_input_nodes))
-    seconds = moved / MEMORY_BYTES_PER_S
-    return Cost(seconds, 2 * seconds if node.meta["requires_grad"] else 0.0)
+def _timed(captured: Captured, node: fx.Node, integers: int) -> tuple[float, float]:
+    args, kwargs = operands(captured, node, integers=integers)
+    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+    if any(n.meta["requires_grad"] for n in written_inputs(node)):  # autograd refuses to write into a leaf
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, (args, kwargs))
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    with entered(node.meta.get("context", ())):
+        forward_s = _fastest(captured.device, lambda: target(*args, **kwargs))
+        outputs = pytree.tree_leaves(target(*args, **kwargs))
+    roots = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    if not roots or not leaves:
+        return forward_s, 0.0
+    cotangents = [torch.ones_like(root) for root in roots]
+    whole_s = _fastest(
+        captured.device,
+        lambda: torch.autograd.grad(roots, leaves, cotangents, retain_graph=True, allow_unused=True),
+    )
+    return forward_s, max(whole_s - _engine_s(), 0.0)
 
 
-def _timed(captured: Captured, node: fx.Node) -> Cost | None:
-    """Return the measured cost, None if the node can't run on made-up operands."""
-
-    def operand(n: fx.Node) -> Any:
-        value = n.meta["val"]
-        if not isinstance(value, Tensor):
-            return pytree.tree_map_only(Tensor, lambda t: made_up(captured, t, False), captured.symbols.example(value))
-        return made_up(captured, value, n.meta["requires_grad"])
-
-    try:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
-        leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-        with entered(node.meta.get("context", ())):
-            forward_s = _fastest(captured.device, lambda: node.target(*args, **kwargs))  # type: ignore[operator]
-            outputs = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
-        roots = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
-        if not roots or not leaves:
-            return Cost(forward_s, 0.0)
-        cotangents = [torch.ones_like(root) for root in roots]
-        backward_s = _fastest(
-            captured.device,
-            lambda: torch.autograd.grad(roots, leaves, cotangents, retain_graph=True, allow_unused=True),
-        )
-        return Cost(forward_s, backward_s)
-    except Exception:  # made-up values an operator refuses: its cost is estimated instead
-        return None
+def _accumulating_s(captured: Captured, node: fx.Node) -> float:
+    """Return the time to add the gradients of a node's parameters to those of the chunks before."""
+    seconds = 0.0
+    for operand in node.all_input_nodes:
+        if _is_parameter(captured, operand) and operand.meta["requires_grad"]:
+            parameter = made_up(captured, operand.meta["val"], False)
+            gradient = torch.zeros_like(parameter)
+            seconds += _fastest(captured.device, functools.partial(gradient.add_, parameter))
+    return seconds
 
 
-def made_up(captured: Captured, fake: Tensor, requires_grad: bool) -> Tensor:
-    """Return a real tensor laid out like `fake` at the example's sizes: small floats, zeros for anything else."""
-    shape, stride = captured.symbols.example_shape(fake)
-    tensor = torch.empty_strided(shape, stride, dtype=fake.dtype, device=captured.device)
-    if not fake.dtype.is_floating_point:
-        return tensor.zero_()
-    if 0 not in stride:
-        tensor.normal_(0.0, 0.02)
-    else:
-        tensor = (
-            tensor.fill_(0.02)
-            if tensor.numel() == 0
-            else torch.full((), 0.02, dtype=fake.dtype, device=captured.device).expand(shape)
-        )
-    return tensor.detach().requires_grad_(requires_grad)
+@functools.cache
+def _engine_s() -> float:
+    """Return what one call of the autograd engine costs beside its nodes, on this machine."""
+
+    def chain(length: int) -> float:
+        leaf = torch.zeros(1, requires_grad=True)
+        root, ones = leaf, torch.ones(1)
+        for _ in range(length):
+            root = root.view_as(root)
+        return _fastest("cpu", lambda: torch.autograd.grad([root], [leaf], [ones], retain_graph=True))
+
+    one, eleven = chain(1), chain(11)
+    return max(one - (eleven - one) / 10, 0.0)
 
 
 def _fastest(device: str, run: Callable[[], Any]) -> float:
+    """Return the seconds of the fastest of several rounds."""
     synchronize = torch.get_device_module(device).synchronize
+    # Its own clock is blind to what else the machine does; with several threads only the wall knows.
+    clock = time.thread_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+
+    def timed(calls: int) -> float:
+        synchronize()
+        started = clock()
+        for _ in range(calls):
+            run()
+        synchronize()
+        return (clock() - started) / calls
+
     run()
-    best = float("inf")
-    for _ in range(_REPEATS):
-        synchronize()
-        started = time.perf_counter()
-        run()
-        synchronize()
-        best = min(best, time.perf_counter() - started)
-    return best
+    once = max(timed(1), 1e-7)
+    calls = max(1, round(_BATCH_S / once))
+    rounds = min(max(round(_ROUNDS_S / (once * calls)), _ROUNDS[0]), _ROUNDS[1])
+    return min(once, *(timed(calls) for _ in range(rounds)))

@@ -1,7 +1,7 @@
 """Cut a capture into stages: `cut` chooses the positions, names what each stage owns and writes the ModelSpec.
 
-Policies: "balanced" (measured costs, exact partition), "parameters", "layers", module paths, or the cut of a published
-plan. What is legal comes from graph.layout, the partition from plan.partition, the graphs from graph.stages. Called
+Policies: `Balanced` (measured costs, exact partition), "parameters", "layers", "bucket:25MiB", module paths, or the cut of
+a published plan. What is legal comes from graph.layout, the partition from plan.partition, the graphs from graph.stages. Called
 through `Captured.cut`.
 """
 
@@ -22,6 +22,7 @@ from stagekit.graph.layout import Layout, lay_out
 from stagekit.graph.module import StageModule, make_stage_module
 from stagekit.graph.stages import Chain, StageGraph, build_chain
 from stagekit.plan.contract import Bucket, ModelSpec, ParameterSpec, StageSpec
+from stagekit.plan.split import Balanced, Usage
 
 if TYPE_CHECKING:
     from stagekit.graph.capture import Captured
@@ -56,20 +57,18 @@ class Cut:
 
 def cut(
     captured: Captured,
-    split: str | Sequence[str],
+    split: str | Sequence[str] | Balanced,
     stages: int,
     *,
     buckets: BucketRule | None,
-    chunks: int,
     at_nodes: Sequence[str] | None,
     measured: bool = True,
+    usage: Usage | None = None,
 ) -> Cut:
     """Return `captured` cut into `stages` stages; see `Captured.cut`."""
-    if chunks < 1:
-        raise SplitError(f"{chunks} chunks: a batch has at least 1")
     layout = lay_out(captured)
     with torch.random.fork_rng(devices=[]):
-        choice = choose(captured, layout, split, stages, at_nodes, measured=measured)
+        choice = choose(captured, layout, split, stages, at_nodes, measured=measured, usage=usage)
         stage_of = {node: _stage_at(choice.begins, i) for i, node in enumerate(layout.nodes) if node in layout.work}
         chain = build_chain(captured, layout, stage_of, stages)
     owned = _owned(captured, chain)

@@ -1,0 +1,82 @@
+"""How to cut, as a user says it: `Balanced` and its options, the text forms of a job file, how stages will be used. Pure.
+
+graph.choose carries it out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from stagekit.errors import SplitError
+from stagekit.plan.memory import chunks_in_flight
+
+COSTS = ("measured", "flops", "bytes")
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class Balanced:
+    """Cut so that the slowest rank is as fast as possible.
+
+    `costs`: "measured" (each operation timed on made-up values), "flops" (counted, at a nominal rate) or "bytes" (moved).
+    `memory_bytes`: what the tensors of one rank may take: weights, gradients, optimizer state, and what autograd saves of
+    the chunks in flight. `optimizer_state`: values that the optimizer keeps per parameter, 2 for Adam. `speeds`: one
+    number per rank of a pipeline; 2 takes half the time. `block_boundaries`: cut only where a numbered module such as
+    "blocks.3" begins.
+    """
+
+    costs: str = "measured"
+    memory_bytes: int | None = None
+    speeds: tuple[float, ...] | None = None
+    block_boundaries: bool = False
+    optimizer_state: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.costs not in COSTS:
+            raise SplitError(f"costs is {self.costs!r}; there are {', '.join(COSTS)}")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise SplitError(f"memory_bytes is {self.memory_bytes}; give the bytes that one rank has, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How the stages will run, which says what they hold. By default every chunk is in flight everywhere."""
+
+    schedule: str = "gpipe"
+    chunks: int = 1
+    stages_per_rank: int = 1
+    recompute: bool = False
+
+    def in_flight(self, stages: int) -> tuple[int, ...]:
+        """Return how many chunks each stage holds at most. Raises ScheduleError."""
+        return chunks_in_flight(self.schedule, stages, self.stages_per_rank, self.chunks)
+
+
+def parse_split(text: str) -> Balanced | int | str:
+    """Return what a split in words means: `Balanced`, bytes of "bucket:25MiB", "parameters" or "layers".
+
+    Raises SplitError listing the known forms.
+    """
+    name, _, detail = text.partition(":")
+    if name == "balanced" and (not detail or detail in COSTS):
+        return Balanced(detail or "measured")
+    if name == "bucket" and detail:
+        return parse_bytes(detail)
+    if text in ("parameters", "layers"):
+        return text
+    raise SplitError(
+        f'split is {text!r}; use "balanced", "parameters", "layers" or a list of module paths; also "balanced:flops", '
+        '"balanced:bytes" and "bucket:25MiB"'
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of "25MiB", "1.5 GB" or "4096". Raises SplitError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    size = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else 0.0
+    if size < 1:
+        raise SplitError(
+            f"{text!r} is no size of at least one byte; write e.g. 25MiB ({', '.join(filter(None, _UNITS))})"
+        )
+    return int(size)
