@@ -146,7 +146,7 @@ def test_the_ddp_rule_makes_as_many_stages_as_it_makes() -> None:
 
 @pytest.mark.parametrize("text", ["bucket:25 parsecs", "bucket:0", "bucket:"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(SplitError, match="is no size of at least one byte|split is 'bucket:'"):
+    with pytest.raises(SplitError, match=r"is no size of at least one byte|split is 'bucket:'"):
         chosen(text, 2)
 
 
