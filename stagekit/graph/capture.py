@@ -78,6 +78,7 @@ class Captured:
     out_tree: Any
     mode: FakeTensorMode
     device: str
+    training: bool | None  # the mode that was asked for; None: each submodule's own flag
     graph_hash: str
     self_check: str
     module: nn.Module = field(repr=False)  # the captured module; large values are fake if it came from a constructor
@@ -102,6 +103,16 @@ class Captured:
         from stagekit.graph.cut import cut
 
         return cut(self, split, stages, buckets=buckets, at_nodes=at_nodes, measured=measured, usage=usage)
+
+    def cut_like(self, cut: Cut) -> Cut:
+        """Cut this capture, of the same model in eval mode, so that each stage reads only what `cut`'s stage owns.
+
+        `Cut.stage_module(i, tensors=stage_i_of_the_other_cut)` then makes a stage on that stage's own tensors.
+        Raises SplitError naming a parameter or buffer that no such cut reaches.
+        """
+        from stagekit.graph.evaluation import cut_like
+
+        return cut_like(self, cut)
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
         """Return the leaves of (args, kwargs) in the order of `inputs`; None stands for a tensor that is not here.
@@ -142,14 +153,18 @@ def capture(
     *,
     seed: int = 0,
     device: str = "cpu",
+    training: bool | None = None,
     args_spec: Sequence[Spec | None] | Mapping[int, Spec] | None = None,
     kwargs_spec: Mapping[str, Spec] | None = None,
     check: bool = True,
 ) -> Captured:
     """Return `model` captured for `device` from example inputs of ONE chunk.
 
-    A callable builds the model under the init recorder, as if after torch.manual_seed(seed). `check=False` skips the
-    self-check: workers do, the plan was checked. Module, inputs and generators are left as they were.
+    A callable builds the model under the init recorder, as if after torch.manual_seed(seed). What the mode decides
+    (dropout, BatchNorm, other outputs) is burned in: `training` True or False captures after train() or eval(), None as
+    each submodule's flag says, so that a BatchNorm frozen in eval mode inside a training model stays frozen.
+    `check=False` skips the self-check: workers do, the plan was checked. Module, inputs and generators are left as they
+    were.
     Raises CaptureError or ShapeError.
     """
     device_type = _supported(device)
@@ -157,8 +172,8 @@ def capture(
     split_dims = batch_dims(leaves)
     with torch.random.fork_rng(devices=[]):
         module, source = open_model(model, seed)
-        exported = export_model(module, leaves, in_tree, split_dims, device_type)
-        captured = _captured(exported, module, source, leaves, split_dims, in_tree, device_type)
+        exported = export_model(module, leaves, in_tree, split_dims, device_type, training)
+        captured = _captured(exported, module, source, leaves, split_dims, in_tree, device_type, training)
         if not check:
             return captured
         verdict = self_check(captured, model, leaves, seed)
@@ -181,6 +196,7 @@ def _captured(
     split_dims: list[int | None],
     in_tree: Any,
     device: str,
+    training: bool | None,
 ) -> Captured:
     exported, mode, skeleton = model.program, model.mode, model.skeleton
     aliases = tied_names(skeleton)
@@ -217,6 +233,7 @@ def _captured(
         out_tree=out_tree,
         mode=mode,
         device=device,
+        training=training,
         graph_hash=_hash(graph, inputs, device, module),
         self_check="none (not asked for)",
         module=module,

@@ -45,14 +45,16 @@ class Cut:
         device: str | torch.device = "cpu",
         compile: str = "eager",
         dtype: torch.dtype | None = None,
+        tensors: nn.Module | None = None,
     ) -> StageModule:
         """Return stage `index` on `device`, holding only its own parameters and buffers, under their original names.
 
         `compile`: "eager", or any torch.compile backend, applied to each bucket. `dtype` casts floating values.
+        `tensors`: a stage whose parameters and buffers this one shares instead of making its own (`Captured.cut_like`).
         """
         if not 0 <= index < len(self.graphs):
             raise SplitError(f"there is no stage {index}; the model was cut into {len(self.graphs)}")
-        return make_stage_module(self, self.graphs[index], device=device, compile=compile, dtype=dtype)
+        return make_stage_module(self, self.graphs[index], device=device, compile=compile, dtype=dtype, tensors=tensors)
 
 
 def cut(

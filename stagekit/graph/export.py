@@ -38,7 +38,12 @@ class Exported:
     calls: tuple[Callable[..., Any], ...]
 
 
-def skeleton_of(module: nn.Module, mode: FakeTensorMode, device: str) -> nn.Module:
+def in_mode(module: nn.Module, training: bool | None) -> nn.Module:
+    """Return `module` after train(training); None leaves every submodule's own flag as it is."""
+    return module if training is None else module.train(training)
+
+
+def skeleton_of(module: nn.Module, mode: FakeTensorMode, device: str, training: bool | None = None) -> nn.Module:
     """Return a copy of `module` whose parameters, buffers and tensor attributes are fake tensors on `device`."""
     memo: dict[int, Any] = {}
     for _, tensor in named_tensors(module):
@@ -48,19 +53,24 @@ def skeleton_of(module: nn.Module, mode: FakeTensorMode, device: str) -> nn.Modu
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     try:
-        return copy.deepcopy(module, memo)
+        return in_mode(copy.deepcopy(module, memo), training)
     except Exception as error:
         raise CaptureError(f"{type(module).__name__} can't be copied: {type(error).__name__}: {error}") from error
 
 
 def export_model(
-    module: nn.Module, leaves: Sequence[Leaf], in_tree: Any, split_dims: Sequence[int | None], device: str
+    module: nn.Module,
+    leaves: Sequence[Leaf],
+    in_tree: Any,
+    split_dims: Sequence[int | None],
+    device: str,
+    training: bool | None = None,
 ) -> Exported:
     """Export with symbolic sizes, or with static ones if that fails. Raises CaptureError with the user's line."""
     failure: Exception | None = None
     for symbolic in (True, False):
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
-        skeleton = skeleton_of(module, mode, device)
+        skeleton = skeleton_of(module, mode, device, training)
         values = [
             _fake_input(leaf.value, dim, mode, device, symbolic) for leaf, dim in zip(leaves, split_dims, strict=True)
         ]

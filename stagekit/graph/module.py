@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from stagekit.errors import UserError
 from stagekit.graph.bucket import split
 from stagekit.graph.buckets import BucketRule
+from stagekit.graph.build import named_tensors
 from stagekit.graph.randomness import functional_dropout
 from stagekit.graph.stages import StageGraph, stage_fakes
 from stagekit.plan.contract import Bucket, StageSpec
@@ -84,17 +85,23 @@ class StageModule(nn.Module):
 
 
 def make_stage_module(
-    cut: Cut, stage: StageGraph, *, device: str | torch.device, compile: str, dtype: torch.dtype | None
+    cut: Cut,
+    stage: StageGraph,
+    *,
+    device: str | torch.device,
+    compile: str,
+    dtype: torch.dtype | None,
+    tensors: nn.Module | None = None,
 ) -> StageModule:
-    """Return stage `stage` with real values on `device`, its buckets compiled with backend `compile`."""
+    """Return stage `stage` with real values on `device`, or `tensors`' own, its buckets compiled with `compile`."""
     captured, spec = cut.captured, cut.spec.stages[stage.index]
     if torch.device(device).type != captured.device and torch.device(device).type != "meta":
         raise UserError(
             f"the model was captured for {captured.device}; capture it with device={str(device)!r} to run there"
         )
-    tensors = _materialise(cut, stage, device, dtype)
+    held = _materialise(cut, stage, device, dtype) if tensors is None else _shared(cut, stage, tensors)
     constants = {s.name for s in stage.states if s.kind == "constant"}
-    module = StageModule(spec, tensors, captured.persistent - constants)
+    module = StageModule(spec, held, captured.persistent - constants)
     run = _runner(cut, stage, compile)
     names = [state.name for state in stage.states]
     module.bind(run, names, draws=stage.draws, has_regions=stage.has_regions)
@@ -122,6 +129,21 @@ def _materialise(
         if canonical in tensors:
             tensors[alias] = tensors[canonical]
     return tensors
+
+
+def _shared(cut: Cut, stage: StageGraph, module: nn.Module) -> dict[str, Tensor]:
+    """Return the stage's parameters and buffers out of `module`, a stage of another cut, and constants of its own."""
+    known = dict(named_tensors(module))
+    names = {s.name for s in stage.states if s.kind != "constant"}
+    missing = sorted(names - known.keys())
+    if missing:
+        raise UserError(f"stage {stage.index} needs {missing[0]}, which the given module does not hold; use cut_like")
+    device = next((tensor.device for tensor in known.values()), torch.device(cut.captured.device))
+    tensors = {name: known[name] for name in names}
+    constants = [s.name for s in stage.states if s.kind == "constant"]
+    made = cut.captured.source.take([name for name in constants if name not in cut.captured.lifted])
+    made |= {name: cut.captured.lifted[name] for name in constants if name in cut.captured.lifted}
+    return tensors | {name: value.detach().clone().to(device) for name, value in made.items()}
 
 
 def _runner(cut: Cut, stage: StageGraph, backend: str) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
 from stagekit.graph.build import build_for_real, named_tensors
-from stagekit.graph.export import skeleton_of
+from stagekit.graph.export import in_mode, skeleton_of
 from stagekit.graph.propagate import entered
 from stagekit.graph.specs import Leaf
 from stagekit.plan.contract import Symbol
@@ -54,7 +54,7 @@ def self_check(
         reference = copy.deepcopy(model) if isinstance(model, nn.Module) else build_for_real(model, seed)
         if not isinstance(model, nn.Module):
             _check_start(captured, reference)
-        reference = reference.to(captured.device)
+        reference = in_mode(reference.to(captured.device), captured.training)
         reference.zero_grad(set_to_none=True)
         values = [leaf.value for leaf in leaves]
         _check_values(captured, copy.deepcopy(reference), values, seed)
@@ -176,7 +176,7 @@ def _word(value: Any) -> str:
 
 def check_structure(captured: Captured, leaves: list[Leaf]) -> None:
     """Compare, on fake tensors, which parameters the model and its capture reach; raise CaptureError."""
-    skeleton = skeleton_of(captured.module, captured.mode, captured.device)
+    skeleton = skeleton_of(captured.module, captured.mode, captured.device, captured.training)
     with captured.mode:
         values = [
             torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=captured.device)
