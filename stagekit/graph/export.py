@@ -22,6 +22,7 @@ from stagekit.errors import CaptureError
 from stagekit.graph.build import named_tensors
 from stagekit.graph.functions import FunctionRecorder
 from stagekit.graph.lines import line_of_error
+from stagekit.graph.quirks import without_value_checks
 from stagekit.graph.specs import Leaf, example_rows, symbolic_dims
 
 
@@ -78,7 +79,7 @@ def export_model(
         dims = [_dynamic(value, dim) if symbolic else None for value, dim in zip(values, split_dims, strict=True)]
         shapes = pytree.tree_unflatten(dims, in_tree)
         try:
-            with FunctionRecorder(skeleton) as functions:
+            with without_value_checks(), FunctionRecorder(skeleton) as functions:
                 exported = torch.export.export(
                     skeleton,
                     fake_args,
