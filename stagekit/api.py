@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from stagekit.errors import UserError
 from stagekit.graph.buckets import BucketRule
+from stagekit.graph.build import Start
 from stagekit.graph.capture import Captured, capture
 from stagekit.graph.cut import Cut
 from stagekit.plan.contract import ModelSpec, StageSpec
@@ -159,12 +161,16 @@ def pipeline(
     compile: str = "eager",
     recompute: bool = False,
     seed: int = 0,
+    init: str = "",
+    weights: str | Path | None = None,
     device: torch.device | str = "cpu",
 ) -> Pipeline:
     """Capture `model`, cut it into `stages`, schedule `chunks` of a batch over them.
 
     `args` and `kwargs` are ONE chunk. `model` is a module (its weights are copied) or a callable that builds it (weights
-    are then made stage by stage, equal to `torch.manual_seed(seed); model()`). `loss_fn(output, target)` returns a
+    are then made stage by stage). `init`: "stream" equals `torch.manual_seed(seed); model()`, "per_op" seeds each random
+    operation by itself and draws only what a stage owns; the default is stream up to 4 billion parameters. `weights`: a
+    safetensors file, a folder of them (Hugging Face), or a checkpoint of ours, read stage by stage. `loss_fn(output, target)` returns a
     chunk's mean loss; `loss_weight(target)` its weight, rows by default. `split` says where stages begin: "balanced" or
     `Balanced(...)` with its options, "parameters", "layers", "bucket:25MiB", or module paths. `buckets` {"cap": bytes, "first": bytes} cuts
     each stage into submodules whose gradients are reduced together. `args_spec` and `kwargs_spec` say of an argument
@@ -173,7 +179,15 @@ def pipeline(
     """
     check_counts(stages, stages_per_rank, replicas)
     captured = capture_model(
-        model, args, kwargs, seed=seed, device=device, args_spec=args_spec, kwargs_spec=kwargs_spec
+        model,
+        args,
+        kwargs,
+        seed=seed,
+        init=init,
+        weights=weights,
+        device=device,
+        args_spec=args_spec,
+        kwargs_spec=kwargs_spec,
     )
     return plan_pipeline(
         captured,
@@ -199,13 +213,17 @@ def capture_model(
     kwargs: Mapping[str, Any] | None = None,
     *,
     seed: int = 0,
+    init: str = "",
+    weights: str | Path | None = None,
+    lock_dir: Path | None = None,
     device: torch.device | str = "cpu",
     args_spec: Sequence[Any] | None = None,
     kwargs_spec: Mapping[str, Any] | None = None,
     check: bool = True,
 ) -> Captured:
     """First half of `pipeline`: the model as one graph, compared with the model unless `check` is False (a worker
-    repeats a capture that was checked when the plan was made). Raises CaptureError.
+    repeats a capture that was checked when the plan was made). `lock_dir`: a folder of this node in which its workers
+    take turns where a whole model must be built. Raises CaptureError, UserError.
     """
     return capture(
         model,
@@ -216,6 +234,7 @@ def capture_model(
         args_spec=args_spec,
         kwargs_spec=dict(kwargs_spec) if kwargs_spec else None,
         check=check,
+        start=Start(init, Path(weights) if weights else None, lock_dir),
     )
 
 

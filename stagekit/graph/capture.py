@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError, ShapeError
 from stagekit.graph.aliasing import clone_written_inputs, functionalise, snapshot_buffers
-from stagekit.graph.build import ValueSource, named_tensors, open_model
+from stagekit.graph.build import Start, ValueSource, named_tensors, open_model
 from stagekit.graph.export import Exported, export_model
 from stagekit.graph.functions import traits_of
 from stagekit.graph.normalise import drop_dead_code, normalise
@@ -157,12 +157,14 @@ def capture(
     args_spec: Sequence[Spec | None] | Mapping[int, Spec] | None = None,
     kwargs_spec: Mapping[str, Spec] | None = None,
     check: bool = True,
+    start: Start | None = None,
 ) -> Captured:
     """Return `model` captured for `device` from example inputs of ONE chunk.
 
     A callable builds the model under the init recorder, as if after torch.manual_seed(seed). What the mode decides
     (dropout, BatchNorm, other outputs) is burned in: `training` True or False captures after train() or eval(), None as
     each submodule's flag says, so that a BatchNorm frozen in eval mode inside a training model stays frozen.
+    `start` says otherwise where the values come from.
     `check=False` skips the self-check: workers do, the plan was checked. Module, inputs and generators are left as they
     were.
     Raises CaptureError or ShapeError.
@@ -171,7 +173,7 @@ def capture(
     leaves, in_tree = flatten_named(args, kwargs or {}, args_spec, kwargs_spec)
     split_dims = batch_dims(leaves)
     with torch.random.fork_rng(devices=[]):
-        module, source = open_model(model, seed)
+        module, source = open_model(model, seed, start)
         exported = export_model(module, leaves, in_tree, split_dims, device_type, training)
         captured = _captured(exported, module, source, leaves, split_dims, in_tree, device_type, training)
         if not check:

@@ -53,7 +53,7 @@ def self_check(
     on_target = captured.device == "cpu" or torch.get_device_module(captured.device).is_available()
     if on_target and needed <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2:
         reference = copy.deepcopy(model) if isinstance(model, nn.Module) else build_for_real(model, seed)
-        if not isinstance(model, nn.Module):
+        if not isinstance(model, nn.Module) and captured.source.equals_build:
             _check_start(captured, reference)
         reference = in_mode(reference.to(captured.device), captured.training)
         reference.zero_grad(set_to_none=True)

@@ -150,3 +150,4 @@ class ModelSpec:
     graph_hash: str
     self_check: str  # "values", "structural" or "none (reason)"
     split_report: str  # how the cut was chosen and its gap to the lower bound, for people
+    start_values: str = ""  # how each stage's values are made and what that costs, for people
