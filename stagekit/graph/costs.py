@@ -1,7 +1,7 @@
 """What each node of a capture costs: measured by running it alone on made-up operands, or estimated. Called by graph.choose.
 
 One node's operands are in memory at a time, never the model. Equal calls (same operator, shapes and constants) are timed
-once: the fastest of several rounds, short ones in batches, on the thread's own clock where one thread does the work.
+once, short ones in batches, on the thread's own clock where one thread does the work.
 What autograd costs once per call, not per operation, is taken off, and adding into `.grad` is put on, so that the sum
 over a stage is what the stage takes. Where the target device is absent, FLOPs and bytes are counted.
 """
@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ LINK_S_PER_MESSAGE = 5e-5  # a gloo hop takes 38-71 µs
 _BATCH_S = 50e-6  # clocks resolve 0.1-1 µs: shorter calls are timed together
 _ROUNDS_S = 0.004  # rounds of one pass go on for so long,
 _ROUNDS = (2, 8)  # but there are so many
-_PASSES = 4
+_PASSES = 5
 _KIND_S = 2.0  # no further pass over a kind of call that took so long already
 
 
@@ -85,8 +86,9 @@ def _measured(captured: Captured, kinds: Mapping[str, fx.Node]) -> dict[str, Sec
     """Return the timed cost per kind of call; an estimate for those that can't run on made-up operands.
 
     All of them again and again, instead of each one for long: what else the machine does then slows none of them only.
+    The typical pass counts: in the best one a short call finds a quiet moment, a long one never does.
     """
-    best: dict[str, Seconds] = {}
+    found: dict[str, list[Seconds]] = {kind: [] for kind in kinds}
     spent = dict.fromkeys(kinds, 0.0)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         for _ in range(_PASSES):
@@ -94,14 +96,12 @@ def _measured(captured: Captured, kinds: Mapping[str, fx.Node]) -> dict[str, Sec
                 if spent[kind] > _KIND_S:
                     continue
                 started = time.perf_counter()
-                found = _alone(captured, node)
+                cost = _alone(captured, node)
                 spent[kind] += time.perf_counter() - started
-                if found is None:
-                    best[kind], spent[kind] = by_flops(captured, node), float("inf")
-                else:
-                    before = best.get(kind, found)
-                    best[kind] = min(found[0], before[0]), min(found[1], before[1])
-    return best
+                if cost is None:
+                    cost, spent[kind] = by_flops(captured, node), float("inf")
+                found[kind].append(cost)
+    return {kind: (median(f for f, _ in costs), median(b for _, b in costs)) for kind, costs in found.items()}
 
 
 def _alone(captured: Captured, node: fx.Node) -> Seconds | None:
