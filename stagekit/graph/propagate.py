@@ -71,11 +71,9 @@ def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
     try:
         with entered(node.meta.get("context", ())):
-            try:
+            # without it, kernels that decompose in C++ ask for concrete sizes, and a symbol becomes the example's size
+            with enable_python_dispatcher():
                 return node.target(*args, **kwargs)  # type: ignore[operator]
-            except RuntimeError:  # recurrent kernels ask for concrete sizes unless decomposed in Python
-                with enable_python_dispatcher():
-                    return node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:
         raise CaptureError(f"{node.name} ({node.target}){line_of(node)}: {type(error).__name__}: {error}") from error
 
