@@ -68,6 +68,7 @@ class Captured:
     storages: Mapping[str, int]  # node name → number of the memory it lives in
     inputs: tuple[GraphInput, ...]
     symbols: SymbolTable
+    guards: tuple[str, ...]  # conditions over the symbols' names that the model's own branches on sizes put
     aliases: tuple[tuple[str, str], ...]
     tensors: Mapping[str, Tensor]  # fake parameters and buffers by name, also those that the graph does not use
     buffers: frozenset[str]
@@ -225,6 +226,7 @@ def _captured(
         storages=storages,
         inputs=inputs,
         symbols=table,
+        guards=table.guards(model.guards),
         aliases=aliases,
         tensors=tensors,
         buffers=frozenset(name for name, _ in skeleton.named_buffers(remove_duplicate=False)),

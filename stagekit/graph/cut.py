@@ -85,6 +85,7 @@ def cut(
         graph_hash=captured.graph_hash,
         self_check=captured.self_check,
         split_report=choice.report,
+        guards=captured.guards,
         start_values=captured.source.note,
     )
     return Cut(captured, spec, buckets, chain.stages, chain.edge_fakes)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from stagekit.errors import CaptureError
 from stagekit.graph.build import named_tensors
 from stagekit.graph.functions import FunctionRecorder
-from stagekit.graph.lines import line_of_error
+from stagekit.graph.lines import is_torch_internal, line_of_error
 from stagekit.graph.quirks import without_value_checks
 from stagekit.graph.specs import Leaf, example_rows, symbolic_dims
 
@@ -30,13 +31,15 @@ from stagekit.graph.specs import Leaf, example_rows, symbolic_dims
 class Exported:
     """An exported program, the mode of its fake tensors, and the fake copy of the module that was exported.
 
-    `calls` are the calls of custom autograd.Functions, which the program holds by number.
+    `calls` are the calls of custom autograd.Functions, which the program holds by number. `guards` are the conditions
+    over sizes that the model's own branches put (`if length % 2 == 0`): beyond them it is another model.
     """
 
     program: torch.export.ExportedProgram
     mode: FakeTensorMode
     skeleton: nn.Module
     calls: tuple[Callable[..., Any], ...]
+    guards: tuple[sympy.Basic, ...]
 
 
 def in_mode(module: nn.Module, training: bool | None) -> nn.Module:
@@ -87,7 +90,8 @@ def export_model(
                     strict=False,
                     dynamic_shapes=_by_name(skeleton, shapes) if symbolic else None,
                 )
-            return Exported(exported, _mode_of(exported), skeleton, tuple(functions.calls))
+            fakes = _mode_of(exported)
+            return Exported(exported, fakes, skeleton, tuple(functions.calls), _branches(fakes))
         except CaptureError:
             raise
         except Exception as error:
@@ -106,6 +110,21 @@ def _mode_of(exported: torch.export.ExportedProgram) -> FakeTensorMode:
     if mode is None:
         raise CaptureError("the capture holds no tensor at all; does forward compute anything?")
     return mode
+
+
+def _branches(mode: FakeTensorMode) -> tuple[sympy.Basic, ...]:
+    """Return the conditions that Python code of the model or of torch.nn decided on.
+
+    Others come from torch's own shape functions. They choose how a fake tensor is laid out, not what the graph holds, and
+    a size for which the operator itself does not work fails when it runs.
+    """
+    shapes = mode.shape_env
+    assert shapes is not None
+    return tuple(
+        shapes.replace(guard.expr)
+        for guard in shapes.guards
+        if not is_torch_internal(getattr(guard.sloc.framework_loc, "filename", ""))
+    )
 
 
 def _fake_input(value: Any, split_dim: int | None, mode: FakeTensorMode, device: str, symbolic: bool) -> Any:

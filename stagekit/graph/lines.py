@@ -30,6 +30,11 @@ def is_ours(filename: str) -> bool:
     return filename.startswith((_TORCH, _OURS, "<"))
 
 
+def is_torch_internal(filename: str) -> bool:
+    """Tell whether a file is torch's, but not one of torch.nn, whose modules branch on sizes as a user's do."""
+    return filename.startswith(_TORCH) and not filename.startswith(str(Path(_TORCH) / "nn"))
+
+
 def _text(frames: Sequence[traceback.FrameSummary]) -> str:
     own = [frame for frame in frames if not is_ours(frame.filename)]
     return f' at "{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}' if own else ""

@@ -70,10 +70,9 @@ def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     args = fx.map_arg(node.args, lambda n: values[n])
     kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
     try:
-        with entered(node.meta.get("context", ())):
-            # without it, kernels that decompose in C++ ask for concrete sizes, and a symbol becomes the example's size
-            with enable_python_dispatcher():
-                return node.target(*args, **kwargs)  # type: ignore[operator]
+        # without the dispatcher, kernels that decompose in C++ ask for concrete sizes: symbols become the example's size
+        with entered(node.meta.get("context", ())), enable_python_dispatcher():
+            return node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:
         raise CaptureError(f"{node.name} ({node.target}){line_of(node)}: {type(error).__name__}: {error}") from error
 

@@ -59,7 +59,7 @@ def self_check(
         reference.zero_grad(set_to_none=True)
         values = [leaf.value for leaf in leaves]
         _check_values(captured, copy.deepcopy(reference), values, seed)
-        return Verdict("values", {s.name: _smallest(captured, reference, values, seed, s) for s in _symbols(captured)})
+        return Verdict("values", _smallest(captured, reference, values, seed))
     check_structure(captured, leaves)
     return Verdict("structural", {s.name: 1 if s.example == 1 else max(2, s.minimum) for s in _symbols(captured)})
 
@@ -68,21 +68,44 @@ def _symbols(captured: Captured) -> tuple[Symbol, ...]:
     return captured.symbols.symbols
 
 
-def _smallest(captured: Captured, reference: nn.Module, values: list[Any], seed: int, symbol: Symbol) -> int:
-    """Return the smallest size of `symbol` for which graph and model agree: 1, or export's own bound of 2."""
-    if symbol.example == 1 or symbol.minimum > 1:
-        return symbol.minimum
+def _smallest(captured: Captured, reference: nn.Module, values: list[Any], seed: int) -> dict[str, int]:
+    """Return the smallest size of each symbol for which graph and model agree: 1, or export's own bound of 2."""
+    found = {s.name: s.minimum for s in _symbols(captured)}
+    open_ends = [s for s in _symbols(captured) if s.example > 1 and s.minimum == 1]
+    for group in _together(open_ends):
+        for narrowed in dict.fromkeys([tuple(group), *((symbol,) for symbol in group)]):
+            if not _agrees_at_one(captured, reference, values, seed, narrowed):
+                found |= {symbol.name: 2 for symbol in narrowed}
+            else:
+                found |= {symbol.name: 1 for symbol in narrowed}
+                if len(narrowed) == len(group):
+                    break
+    return found
+
+
+def _together(symbols: list[Symbol]) -> list[list[Symbol]]:
+    """Group the symbols that a smaller chunk changes at once: the batch of all inputs, sequences of one length."""
+    groups: dict[tuple[bool, int], list[Symbol]] = {}
+    for symbol in symbols:
+        groups.setdefault((symbol.is_batch, 0 if symbol.is_batch else symbol.example), []).append(symbol)
+    return list(groups.values())
+
+
+def _agrees_at_one(
+    captured: Captured, reference: nn.Module, values: list[Any], seed: int, symbols: tuple[Symbol, ...]
+) -> bool:
+    names = {symbol.name for symbol in symbols}
     narrowed = []
     for given, value in zip(captured.inputs, values, strict=True):
         for dim, size in enumerate(given.tensor.shape if given.tensor else ()):
-            if size == symbol.name:
+            if size in names:
                 value = value.narrow(dim, 0, 1)
         narrowed.append(value)
     try:
         _check_values(captured, copy.deepcopy(reference), narrowed, seed)
     except Exception:  # the model's own refusal of that size counts as much as a difference
-        return 2
-    return 1
+        return False
+    return True
 
 
 def _check_values(captured: Captured, reference: nn.Module, given: list[Any], seed: int) -> None:

@@ -6,7 +6,7 @@ processes agree. Called by graph.capture, graph.cut and graph.stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,15 @@ class SymbolTable:
             {old: sympy.Symbol(new, integer=True, positive=True) for old, new in self.names.items()}
         )
         return str(PythonPrinter().doprint(renamed))
+
+    def guards(self, conditions: Iterable[sympy.Basic]) -> tuple[str, ...]:
+        """Return conditions over export's symbols as Python over ours; those over other symbols hold for every chunk."""
+        known = [c for c in conditions if c.free_symbols and c.free_symbols <= set(self.names)]
+        renamed = [
+            c.xreplace({old: sympy.Symbol(new, integer=True, positive=True) for old, new in self.names.items()})
+            for c in known
+        ]
+        return tuple(dict.fromkeys(str(PythonPrinter().doprint(c)) for c in renamed if c != sympy.true))
 
     def example(self, size: Any) -> Any:
         """Return the value that a symbolic size, float or bool has in the example."""

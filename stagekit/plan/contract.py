@@ -150,4 +150,5 @@ class ModelSpec:
     graph_hash: str
     self_check: str  # "values", "structural" or "none (reason)"
     split_report: str  # how the cut was chosen and its gap to the lower bound, for people
+    guards: tuple[str, ...] = ()  # conditions over symbols that hold for the capture; another size is another model
     start_values: str = ""  # how each stage's values are made and what that costs, for people

@@ -18,6 +18,15 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
     ast.USub: operator.neg,
+    ast.Not: operator.not_,
+}
+_COMPARISONS: dict[type[ast.AST], Callable[..., bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
 _FUNCTIONS: dict[str, Callable[..., int]] = {
     "Max": max,
@@ -38,6 +47,14 @@ def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
     return int(_walk(ast.parse(dim, mode="eval").body, symbols, dim))
 
 
+def holds(guard: str, symbols: Mapping[str, int]) -> bool:
+    """Tell whether a condition like "s0 % 2 == 0" holds; one over a symbol that is not known here is not decided."""
+    tree = ast.parse(guard, mode="eval").body
+    if any(isinstance(node, ast.Name) and node.id not in {*symbols, *_FUNCTIONS} for node in ast.walk(tree)):
+        return True
+    return bool(_walk(tree, symbols, guard))
+
+
 def _walk(node: ast.AST, symbols: Mapping[str, int], text: str) -> Any:
     match node:
         case ast.Constant(value=int()):
@@ -48,6 +65,11 @@ def _walk(node: ast.AST, symbols: Mapping[str, int], text: str) -> Any:
             return _OPERATORS[type(node.op)](_walk(node.left, symbols, text), _walk(node.right, symbols, text))
         case ast.UnaryOp() if type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](_walk(node.operand, symbols, text))
+        case ast.Compare(ops=[compared], comparators=[right]) if type(compared) in _COMPARISONS:
+            return _COMPARISONS[type(compared)](_walk(node.left, symbols, text), _walk(right, symbols, text))
+        case ast.BoolOp():
+            parts = [_walk(part, symbols, text) for part in node.values]
+            return all(parts) if isinstance(node.op, ast.And) else any(parts)
         case ast.Call(func=ast.Name(id=name)) if name in _FUNCTIONS:
             return _FUNCTIONS[name](*(_walk(argument, symbols, text) for argument in node.args))
         case _:

@@ -5,6 +5,7 @@ Knows shapes only; pure functions of a model's spec and of tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from stagekit.errors import ShapeError
 from stagekit.plan.contract import ModelSpec
+from stagekit.plan.shapes import holds
 
 
 def batch_rows(spec: ModelSpec, leaves: Sequence[Any]) -> int | None:
@@ -52,8 +54,24 @@ def symbol_values(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[int]) 
                 raise ShapeError(
                     f"{name} has size {value} in dimension {symbol.dim}; the model was captured for {limits}"
                 )
+        _check_guards(spec, values)
         result[size] = values
     return result
+
+
+def _check_guards(spec: ModelSpec, values: dict[str, int]) -> None:
+    for guard in spec.guards:
+        if holds(guard, values):
+            continue
+        read = [symbol for symbol in spec.symbols if re.search(rf"\b{symbol.name}\b", guard)]
+        sizes = ", ".join(
+            f"{symbol.name} = {values[symbol.name]} is dimension {symbol.dim} of {spec.inputs[symbol.graph_input].name}"
+            for symbol in read
+        )
+        raise ShapeError(
+            f"the model branches on sizes and was captured where {guard}; here {sizes}, where it is another model: "
+            "pad to sizes for which that holds, or capture it with these"
+        )
 
 
 def check_fixed_shapes(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[int]) -> None:

@@ -1,0 +1,141 @@
+"""Sizes that change between chunks: another size of the same model works, one that is another model is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stagekit
+from stagekit.errors import ShapeError
+from stagekit.graph.capture import capture
+from stagekit.testing import run_local
+
+
+class Branches(nn.Module):
+    """What it computes depends on whether the sequence has an even length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = torch.tanh(self.first(self.embed(tokens)))
+        if tokens.shape[1] % 2 == 0:
+            h = h * 2
+        return self.second(h)
+
+
+def pipe_of(build: Any, length: int) -> Any:
+    return stagekit.pipeline(
+        build,
+        args=(torch.zeros(2, length, dtype=torch.int64),),
+        loss_fn=lambda output, target: output.square().mean(),
+        stages=2,
+        chunks=2,
+    )
+
+
+def test_a_length_for_which_the_model_branches_otherwise_is_refused_with_the_condition() -> None:
+    pipe = pipe_of(Branches, 6)
+    tokens = torch.randint(9, (4, 8))
+    torch.manual_seed(0)
+    expected = torch.stack([Branches()(part).square().mean() for part in [tokens]]).mean().item()
+    assert run_local(pipe, tokens, target=torch.zeros(4)).loss == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ShapeError, match=r"captured where .*% 2.*; here s1 = 7 is dimension 1 of args\[0\]"):
+        run_local(pipe, torch.randint(9, (4, 7)), target=torch.zeros(4))
+
+
+def test_conditions_of_torchs_own_shape_functions_refuse_nothing() -> None:
+    class Reshapes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x).reshape(x.shape[0], 2, -1).transpose(1, 2).flatten(1)
+            return self.layer(h.view(-1, 4))
+
+    captured = capture(Reshapes, (torch.randn(4, 4),))
+    assert captured.guards == ()
+    assert [(s.name, s.minimum) for s in captured.symbols.symbols] == [("s0", 1)]
+
+
+class Counts(nn.Module):
+    """Two inputs of one batch and one length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.head = nn.Linear(4, 9)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embed(tokens))
+        return nn.functional.cross_entropy(logits.view(-1, 9), labels.view(-1))
+
+
+def test_all_inputs_of_a_batch_may_shrink_to_one_row_and_one_token_together() -> None:
+    tokens = torch.randint(9, (4, 6))
+    captured = capture(Counts, (tokens, tokens.clone()))
+    assert {s.minimum for s in captured.symbols.symbols} == {1}
+
+
+class Recurrent(nn.Module):
+    """A GRU and an interpolation, whose kernels ask for plain sizes unless told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.gru(x)
+        return nn.functional.interpolate(h.transpose(1, 2), size=9, mode="linear")
+
+
+def test_recurrent_and_resizing_kernels_keep_the_batch_symbolic() -> None:
+    captured = capture(Recurrent, (torch.randn(3, 5, 4),))
+    assert [(s.is_batch, s.example) for s in captured.symbols.symbols] == [(True, 3)]
+
+
+class LimitedPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        table = self.positions.weight[: tokens.shape[1]]
+        return self.head(self.tokens(tokens) + table)
+
+
+def test_a_sequence_beyond_the_position_table_is_refused_before_it_runs() -> None:
+    pipe = pipe_of(LimitedPositions, 6)
+    run_local(pipe, torch.randint(9, (4, 8)), target=torch.zeros(4))
+    with pytest.raises(ShapeError, match=r"args\[0\] has size 9 in dimension 1; the model was captured for 1\.\.8"):
+        run_local(pipe, torch.randint(9, (4, 9)), target=torch.zeros(4))
+
+
+class FlattensBatch(nn.Module):
+    """Folds batch and sequence into one dimension and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows, length = tokens.shape
+        h = torch.tanh(self.layer(self.embed(tokens.reshape(-1))))
+        return self.layer(h.view(rows, length, 4)).sum(1)
+
+
+def test_a_batch_folded_into_the_sequence_stays_exact_for_other_sizes() -> None:
+    pipe = pipe_of(FlattensBatch, 6)
+    torch.manual_seed(0)
+    model = FlattensBatch()
+    for rows, length in ((2, 1), (6, 9)):
+        tokens = torch.randint(9, (rows, length))
+        expected = model(tokens).square().mean().item()
+        assert run_local(pipe, tokens, target=torch.zeros(rows)).loss == pytest.approx(expected, rel=1e-5)
