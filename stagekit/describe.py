@@ -33,7 +33,14 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
     args, kwargs = program.example_inputs()
     backend = "eager" if pipeline["compile"] == "auto" else pipeline["compile"]
     check_backend(backend)
-    captured = capture_model(program.build_model, args, kwargs, seed=seed)
+    captured = capture_model(
+        program.build_model,
+        args,
+        kwargs,
+        seed=seed,
+        init="" if spec["init"] == "auto" else spec["init"],
+        weights=spec["weights"] or getattr(program, "weights", None),
+    )
     split = "parameters" if quick and pipeline["split"] == "balanced" else pipeline["split"]
     pipe = plan_pipeline(
         captured,

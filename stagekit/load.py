@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from stagekit.errors import UserError
@@ -16,13 +17,16 @@ NOT_YET = ("evaluate", "parallelize", "collect")  # of the Program protocol; ign
 
 
 def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = None) -> Any:
-    """Return the program `module:Class` built with `params`.
+    """Return the program `module:Class` built with `params`, or the transformers model in `hf:FOLDER`.
 
+    A relative FOLDER is inside `source_dir`.
     `source_dir` goes first on the import path. Raises UserError for a module or class that does not exist, for one that
     lacks a method, and for params that its constructor does not take; what the user's code raises comes through.
     """
     if source_dir and source_dir not in sys.path:
         sys.path.insert(0, source_dir)
+    if path.startswith("hf:"):
+        path, params = "stagekit.hf.program:Program", _hf_params(path.removeprefix("hf:"), params, source_dir)
     module_name, _, class_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -49,3 +53,15 @@ def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = 
     except TypeError as error:
         raise UserError(f"params: {error}; it takes {inspect.signature(program_class)}") from error
     return program_class(**params)
+
+
+def _hf_params(folder: str, params: Mapping[str, Any], source_dir: str | None) -> dict[str, Any]:
+    for name in ("folder", "source_dir"):
+        if name in params:
+            raise UserError(f"params.{name}: the folder of an hf: program stands in `program`")
+    place = Path(folder)
+    if not place.is_absolute():
+        if source_dir is None:
+            raise UserError(f"program hf:{folder} is relative, but the job has no `source`; write an absolute path")
+        place = Path(source_dir) / place
+    return {**params, "folder": str(place), "source_dir": source_dir}

@@ -36,7 +36,7 @@ SCHEDULES = ("gpipe", "1f1b")
 SPLITS = ("balanced", "parameters", "layers")
 
 _NAME = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
-_PROGRAM = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+_PROGRAM = r"^(hf:.+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
 _SIZE_SCHEMA = {
     "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9.]+ *([kKMG]i?B|B|)$"}]
@@ -121,12 +121,8 @@ class Checkpoint(_Strict):
 
     @field_validator("dir")
     @classmethod
-    def _absolute(cls, value: str) -> str:
-        if not value.startswith("/") or "\0" in value:
-            raise ValueError(
-                f'"{value}" is no absolute path; workers run in folders of their own, so write e.g. /data/gpt'
-            )
-        return value
+    def _absolute_dir(cls, value: str) -> str:
+        return _absolute(value, "/data/gpt")
 
 
 class Recovery(_Strict):
@@ -151,10 +147,23 @@ class JobFile(_Strict):
 
     version: Literal[1] = Field(description="of this format")
     name: str = Field(pattern=_NAME, description="unique among live jobs: lower case, digits, '-' and '.'")
-    program: str = Field(pattern=_PROGRAM, description='"module:Class", importable by the workers or found in `source`')
+    program: str = Field(
+        pattern=_PROGRAM,
+        description='"module:Class", importable by the workers or found in `source`; or "hf:FOLDER", a transformers model '
+        "directory: absolute on every node, or inside `source`",
+    )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the program")
     python: str | None = Field(None, description="interpreter of the workers on the nodes; only that one needs torch")
     source: str | None = Field(None, description="a folder to pack, upload and put first on the workers' path")
+    init: Literal["auto", "stream", "per_op"] = Field(
+        "auto",
+        description="stream: weights as build_model() draws them after manual_seed(train.seed); per_op: each drawn by "
+        "itself, so that a worker draws only its own; auto: stream up to 4 billion parameters",
+    )
+    weights: str | None = Field(
+        None,
+        description="absolute path of start weights on every node: a safetensors file, a folder of them, a checkpoint",
+    )
     pipeline: Pipeline
     train: Train
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where every slot is a CUDA device")
@@ -165,6 +174,23 @@ class JobFile(_Strict):
     env: dict[str, str | None] = Field(
         default_factory=dict, description="environment of the workers; null: taken from the submitter's, shown nowhere"
     )
+
+    @field_validator("weights")
+    @classmethod
+    def _absolute_weights(cls, value: str | None) -> str | None:
+        return value if value is None else _absolute(value, "/data/llama")
+
+    @model_validator(mode="after")
+    def _folder_is_found(self) -> JobFile:
+        folder = self.program.removeprefix("hf:")
+        if "\0" in folder:
+            raise ValueError("program holds a NUL character")
+        if folder != self.program and not folder.startswith("/") and self.source is None:
+            raise ValueError(
+                f"program hf:{folder} is relative, so it is looked for in `source`, which is not given; add `source: .` to "
+                "upload it, or write an absolute path that every node sees"
+            )
+        return self
 
     @field_validator("params")
     @classmethod
@@ -186,6 +212,12 @@ class JobFile(_Strict):
         for name, value in env.items():
             check_env(name, value or "")
         return env
+
+
+def _absolute(value: str, example: str) -> str:
+    if not value.startswith("/") or "\0" in value:
+        raise ValueError(f'"{value}" is no absolute path; workers run in folders of their own, so write e.g. {example}')
+    return value
 
 
 def _one_of(value: str, choices: Sequence[str]) -> str:
@@ -282,7 +314,7 @@ def _problem(error: Any, root: yaml.Node | None) -> Problem:
         hint = f"see pipectl explain {field}"
     elif kind == "string_pattern_mismatch" and field == "program":
         message = f'"{error["input"]}" is no program'
-        hint = 'write "module:Class", e.g. stagekit.examples.gpt:Program'
+        hint = 'write "module:Class", e.g. stagekit.examples.gpt:Program, or hf:FOLDER'
     elif kind == "string_pattern_mismatch":
         message = f'"{error["input"]}" does not fit {error["ctx"]["pattern"]}'
     elif kind.endswith(("_type", "_parsing")):
@@ -393,6 +425,8 @@ def to_proto(job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "
         source_sha256=source_sha256,
         grace_s=job.recovery.grace,
         start_timeout_s=job.recovery.start_timeout,
+        init=job.init,
+        weights=job.weights or "",
     )
     if (size := json_bytes(message)) > MAX_SPEC_BYTES:
         hint = "put large values into a file in `source`, or on a path that every node sees"
@@ -417,6 +451,8 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
         "params": {key: _plain(value) for key, value in spec.params.items()},
         "python": spec.python or None,
         "source": spec.source_sha256 or None,
+        "init": spec.init or "auto",
+        "weights": spec.weights or None,
         "pipeline": {
             "stages": pipeline.stages,
             "stages_per_rank": pipeline.stages_per_rank,

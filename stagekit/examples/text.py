@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stagekit.errors import UserError
+from stagekit.rows import chunk_rows, share_of
+
+__all__ = ["VOCABULARY", "chunk_rows", "corpus", "crops", "share_of"]
 
 VOCABULARY = 256  # bytes
 
@@ -20,22 +22,6 @@ def corpus() -> Tensor:
     """Return the text as one uint8 tensor, topics in alphabetical order."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
-
-
-def share_of(rows: int, replica: int, replicas: int) -> slice:
-    """Return the rows of a batch that `replica` takes; the first ones take one more where it does not divide."""
-    if not 0 <= replica < replicas:
-        raise UserError(f"replica {replica} of {replicas}: it must be below the number of replicas")
-    if rows < replicas:
-        raise UserError(f"a batch of {rows} rows can't be shared by {replicas} replicas; use a larger batch")
-    each, more = divmod(rows, replicas)
-    begin = replica * each + min(replica, more)
-    return slice(begin, begin + each + (replica < more))
-
-
-def chunk_rows(rows: int, chunks: int, replicas: int) -> int:
-    """Return the rows of one chunk of one replica."""
-    return max(1, rows // replicas // chunks)
 
 
 def crops(

@@ -37,6 +37,6 @@ def plan(spec: str, sets: tuple[str, ...], as_json: bool, traceback: bool) -> No
     ]
     output.table(("STAGE", "BEGINS AT", "PARAMETERS", "BUCKETS", "FORWARD ms", "BACKWARD ms"), rows)
     click.echo(
-        f"\n{model['split_report']}\nself-check: {model['self_check']}; bit-equal: {document['plan']['bit_equal']}\n"
+        f"\n{model['split_report']}\nstart values: {model['start_values']}\nself-check: {model['self_check']}; bit-equal: {document['plan']['bit_equal']}\n"
     )
     click.echo(document["picture"])

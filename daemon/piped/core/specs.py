@@ -21,7 +21,7 @@ MAX_SPEC_BYTES = 256 << 10  # nodes tell it to workers in lines of 1 MiB, the en
 MAX_ENV_BYTES = 131_068  # of NAME=VALUE and its NUL; execve refuses a longer string (E2BIG)
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?")
 ENV_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
-PROGRAM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+PROGRAM = re.compile(r"hf:[^\0\n]+|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _RESERVED_ENV = re.compile(
     r"(PIPED_|LD_|PYTHON|GRPC_|BASH_FUNC|MASTER_|TORCHELASTIC_).*|RANK|WORLD_SIZE|CUDA_VISIBLE_DEVICES"
@@ -42,7 +42,7 @@ def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
             f"{spec.name!r} is no job name: use 1 to 63 of a-z, 0-9, '-', '.', with a letter or digit at both ends",
         )
     if not PROGRAM.fullmatch(spec.program):
-        yield "program", f"{spec.program!r} is not of the form module:Class, e.g. stagekit.examples.gpt:Program"
+        yield "program", f"{spec.program!r} is not of the form module:Class or hf:FOLDER, e.g. stagekit.examples.gpt:Program"
     yield from _pipeline_violations(spec)
     if spec.steps < 1:
         yield "train.steps", f"is {spec.steps}; at least 1 step is needed"

@@ -100,6 +100,11 @@ class Assignment:
         return timedelta(seconds=int(self.spec["recovery"]["start_timeout"]))
 
     @property
+    def init(self) -> str:
+        """How the constructor draws; empty: as its size says."""
+        return "" if self.spec["init"] == "auto" else str(self.spec["init"])
+
+    @property
     def checkpoint_dir(self) -> Path | None:
         """Where weights go; None: nowhere."""
         return Path(self.spec["checkpoint"]["dir"]) if self.spec["checkpoint"] else None
@@ -186,7 +191,17 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
     pipeline, seed = job.spec["pipeline"], int(job.spec["train"]["seed"])
     args, kwargs = program.example_inputs()
     is_planner = job.rank == 0  # the capture is compared with the model once, where the plan is made
-    captured = capture_model(program.build_model, args, kwargs, seed=seed, device=job.device, check=is_planner)
+    captured = capture_model(
+        program.build_model,
+        args,
+        kwargs,
+        seed=seed,
+        init=job.init,
+        weights=job.spec["weights"] or getattr(program, "weights", None),
+        lock_dir=job.folder.parent.parent,
+        device=job.device,
+        check=is_planner,
+    )
     options = {
         "stages": pipeline["stages"],
         "chunks": pipeline["chunks"],
