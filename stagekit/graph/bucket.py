@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stagekit.graph.bucket_dump import dump
 from stagekit.graph.bucket_fakes import fake_inputs, fake_outputs
 from stagekit.graph.buckets import BucketRule
+from stagekit.graph.pieces import Piece, pieces_of
 from stagekit.graph.randomness import reseed
 from stagekit.graph.regions import closes_region, opens_region
 
@@ -80,18 +81,26 @@ def split(
     ignored: Collection[str | nn.Parameter] = (),
     compile_fn: CompileFn,
     dump_dir: str | Path | None = None,
+    runs_eagerly: Callable[[fx.Node], bool] | None = None,
 ) -> SplitResult:
     """Split `gm` into buckets of at least `cap_bytes` and compile each with `compile_fn(bucket, fake inputs)`.
 
     A parameter counts if it requires grad and is not in `ignored` (parameters, or names as in the graph); each once.
     Graphs whose parameters are inputs count them by `example_inputs`. One bucket: `compile_fn(gm, example_inputs)`
-    itself. `dump_dir` gets the graphs as text, one file per bucket.
+    itself. `dump_dir` gets the graphs as text, one file per bucket. Operations for which `runs_eagerly` says True are not
+    compiled: a bucket that holds some is compiled in pieces between them.
     """
     rule = BucketRule(cap_bytes, first_cap_bytes)
     weights = parameter_weights(gm, example_inputs, ignored)
     groups = group_nodes(gm.graph, weights, rule)
     report = Report(rule, tuple(BucketReport(g.size_bytes, g.parameters, len(g.nodes)) for g in reversed(groups)))
-    if len(groups) <= 1:
+    parts = [Piece(group.nodes, False) for group in groups]
+    if runs_eagerly is not None:
+        nodes = [node for node in gm.graph.nodes if node.op.startswith("call_")]
+        parts = pieces_of(nodes, legal_begins(gm.graph, nodes), [part.nodes for part in parts], runs_eagerly)
+    if len(parts) <= 1:
+        if parts and parts[0].is_eager:
+            compile_fn = as_it_is
         compiled = compile_fn(gm, list(example_inputs))
         if dump_dir is not None:
             dump(
@@ -103,11 +112,17 @@ def split(
                 arguments=[list(example_inputs)],
             )
         return SplitResult(compiled, report)
-    outer, buckets = build_chain(gm, groups)
-    arguments = _compile_chain(outer, example_inputs, compile_fn)
+    outer, buckets = build_chain(gm, [part.nodes for part in parts])
+    compile_fns = [as_it_is if part.is_eager else compile_fn for part in parts]
+    arguments = _compile_chain(outer, example_inputs, compile_fns)
     if dump_dir is not None:
         dump(Path(dump_dir), report=str(report), original=gm, split=outer, buckets=buckets, arguments=arguments)
     return SplitResult(outer, report)
+
+
+def as_it_is(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """Compile nothing."""
+    return gm
 
 
 def backend(
@@ -182,7 +197,7 @@ def group_nodes(
     `legal`: positions among the operations where a bucket may begin; by default wherever a graph can be parted.
     """
     nodes = [node for node in graph.nodes if node.op.startswith("call_")]
-    legal = _legal_begins(graph, nodes) if legal is None else {*legal, len(nodes)}
+    legal = legal_begins(graph, nodes) if legal is None else {*legal, len(nodes)}
     groups: list[tuple[list[fx.Node], dict[str, int]]] = [([], {})]
     counted: set[str] = set()
     for position in range(len(nodes) - 1, -1, -1):
@@ -222,7 +237,7 @@ def _is_read(members: list[fx.Node]) -> bool:
     return any(user not in inside for node in members for user in node.users)
 
 
-def _legal_begins(graph: fx.Graph, nodes: list[fx.Node]) -> set[int]:
+def legal_begins(graph: fx.Graph, nodes: list[fx.Node]) -> set[int]:
     """Return positions where a bucket may begin: no open region, no lone reseed, no tuple parted from its readers."""
     order = {node: i for i, node in enumerate(nodes)}
     blocked = [0] * (len(nodes) + 1)
@@ -242,7 +257,7 @@ def _legal_begins(graph: fx.Graph, nodes: list[fx.Node]) -> set[int]:
     return legal | {len(nodes)}
 
 
-def build_chain(gm: fx.GraphModule, groups: Sequence[Group]) -> tuple[fx.GraphModule, list[fx.GraphModule]]:
+def build_chain(gm: fx.GraphModule, groups: Sequence[Sequence[fx.Node]]) -> tuple[fx.GraphModule, list[fx.GraphModule]]:
     """Return a graph module that calls one submodule per group, in order, and the submodules."""
     outer = fx.Graph()
     values: dict[fx.Node, Any] = {}
@@ -276,34 +291,36 @@ def _share_attribute(gm: fx.GraphModule, root: nn.Module, target: str) -> None:
     setattr(root, name, _attribute(gm, target))
 
 
-def _bucket(gm: fx.GraphModule, group: Group) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+def _bucket(gm: fx.GraphModule, group: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
     """Return the bucket's graph module, the outer nodes it takes and its nodes that are read outside."""
-    inside = set(group.nodes)
+    inside = set(group)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     operands: list[fx.Node] = []
-    for node in group.nodes:
+    for node in group:
         for operand in node.all_input_nodes:
             if operand not in values and operand not in inside and operand.op != "get_attr":
                 operands.append(operand)
                 values[operand] = graph.placeholder(operand.name)
                 values[operand].meta = dict(operand.meta)
-    for node in group.nodes:
+    for node in group:
         for operand in node.all_input_nodes:
             if operand.op == "get_attr" and operand not in values:
                 values[operand] = graph.node_copy(operand)
         values[node] = graph.node_copy(node, lambda n: values[n])
-    results = [node for node in group.nodes if any(user not in inside for user in node.users)]
+    results = [node for node in group if any(user not in inside for user in node.users)]
     graph.output(tuple(values[node] for node in results))
     return fx.GraphModule(gm, graph), operands, results
 
 
-def _compile_chain(outer: fx.GraphModule, example_inputs: Sequence[Any], compile_fn: CompileFn) -> list[list[Any]]:
+def _compile_chain(
+    outer: fx.GraphModule, example_inputs: Sequence[Any], compile_fns: Sequence[CompileFn]
+) -> list[list[Any]]:
     """Compile the submodules in order, their inputs fake; return the inputs of each for the dump."""
     mode, fakes = fake_inputs(example_inputs)
     values: dict[fx.Node, Any] = {}
     arguments = []
-    inputs = iter(fakes)
+    inputs, compilers = iter(fakes), iter(compile_fns)
     for node in outer.graph.nodes:
         if node.op == "placeholder":
             values[node] = next(inputs)
@@ -313,7 +330,7 @@ def _compile_chain(outer: fx.GraphModule, example_inputs: Sequence[Any], compile
             taken = [values[operand] for operand in node.args]
             arguments.append(taken)
             values[node] = fake_outputs(bucket, taken, mode)
-            outer.set_submodule(str(node.target), Compiled(_in_mode(compile_fn, mode)(bucket, taken)))
+            outer.set_submodule(str(node.target), Compiled(_in_mode(next(compilers), mode)(bucket, taken)))
         elif node.target is operator.getitem:
             values[node] = values[node.args[0]][node.args[1]]
     return arguments

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
@@ -40,7 +41,7 @@ def _move(value: Tensor, mode: FakeTensorMode) -> Tensor:
 def fake_outputs(bucket: fx.GraphModule, arguments: list[Any], mode: FakeTensorMode) -> Any:
     """Return what `bucket` gives for fake `arguments`, with autograd on; its real tensors stay untouched."""
     fake = _fake_copy(bucket, mode)
-    with mode, torch.random.fork_rng(devices=[]):
+    with mode, enable_python_dispatcher(), torch.random.fork_rng(devices=[]):
         return fx.Interpreter(fake).run(*arguments)
 
 

@@ -16,6 +16,7 @@ from stagekit.errors import UserError
 from stagekit.graph.bucket import split
 from stagekit.graph.buckets import BucketRule
 from stagekit.graph.build import named_tensors
+from stagekit.graph.functions import traits_of
 from stagekit.graph.randomness import functional_dropout
 from stagekit.graph.stages import StageGraph, stage_fakes
 from stagekit.plan.contract import Bucket, StageSpec
@@ -37,7 +38,8 @@ class StageModule(nn.Module):
         super().__init__()
         object.__setattr__(self, "buckets", spec.buckets)
         object.__setattr__(self, "_run", None)
-        self._seed_base: tuple[int, ...] = ()
+        self._seed_base: tuple[int | Tensor, ...] = ()
+        self._takes_tensor_seed = False
         self._has_regions = False
         self._slots: list[tuple[dict[str, Any], str]] = []
         for name, tensor in tensors.items():
@@ -59,10 +61,20 @@ class StageModule(nn.Module):
             owner = owner.get_submodule(part)
         return owner, leaf
 
-    def bind(self, run: Callable[..., Any], states: Sequence[str], *, draws: bool, has_regions: bool) -> None:
+    def bind(
+        self,
+        run: Callable[..., Any],
+        states: Sequence[str],
+        *,
+        draws: bool,
+        has_regions: bool,
+        takes_tensor_seed: bool,
+    ) -> None:
         """Set what a call runs: `run(*inputs, *states, seed base)`. Called once, by `make_stage_module`."""
         object.__setattr__(self, "_run", run)  # not a submodule: the stage's modules are the model's
+        self._takes_tensor_seed = takes_tensor_seed
         self._seed_base = (0,) if draws else ()
+        self.set_seed_base(0)
         self._has_regions = has_regions
         self._slots = []
         for name in states:
@@ -73,7 +85,7 @@ class StageModule(nn.Module):
     def set_seed_base(self, base: int) -> None:
         """Set what the random operations of the next forward draw from, together with their number in the capture."""
         if self._seed_base:
-            self._seed_base = (base,)
+            self._seed_base = (torch.tensor(base),) if self._takes_tensor_seed else (base,)
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Return the stage's outputs; inputs are never mutated, and no output aliases one."""
@@ -104,7 +116,7 @@ def make_stage_module(
     module = StageModule(spec, held, captured.persistent - constants)
     run = _runner(cut, stage, compile)
     names = [state.name for state in stage.states]
-    module.bind(run, names, draws=stage.draws, has_regions=stage.has_regions)
+    module.bind(run, names, draws=stage.draws, has_regions=stage.has_regions, takes_tensor_seed=compile != "eager")
     return module
 
 
@@ -149,26 +161,26 @@ def _shared(cut: Cut, stage: StageGraph, module: nn.Module) -> dict[str, Tensor]
 def _runner(cut: Cut, stage: StageGraph, backend: str) -> Callable[..., Any]:
     graph = fx.Graph()
     graph.output(graph.graph_copy(stage.graph, {}))
-    if backend != "eager":
-        _make_compilable(graph, stage, backend)
-    gm = fx.GraphModule(nn.Module(), graph)
-    rule = cut.buckets or BucketRule(1 << 62)
     fakes = stage_fakes(cut.captured, stage, cut.edge_fakes)
     examples = [fakes[node.name] for node in stage.graph.nodes if node.op == "placeholder"]
+    eager: set[fx.Node] = set()
+    if backend != "eager":
+        eager = {node for node in graph.nodes if traits_of(node.target) is not None}
+        if stage.draws:
+            seed = next(node for node in graph.nodes if node.name == "seed_base")
+            eager |= functional_dropout(graph, seed)
+            examples[-1] = cut.captured.mode.from_tensor(torch.tensor(0), static_shapes=True)
+    gm = fx.GraphModule(nn.Module(), graph)
+    rule = cut.buckets or BucketRule(1 << 62)
     result = split(
-        gm, examples, cap_bytes=rule.cap_bytes, first_cap_bytes=rule.first_cap_bytes, compile_fn=_compile_fn(backend)
+        gm,
+        examples,
+        cap_bytes=rule.cap_bytes,
+        first_cap_bytes=rule.first_cap_bytes,
+        compile_fn=_compile_fn(backend),
+        runs_eagerly=eager.__contains__ if eager else None,
     )
     return result.module
-
-
-def _make_compilable(graph: fx.Graph, stage: StageGraph, backend: str) -> None:
-    seed = next((node for node in graph.nodes if node.op == "placeholder" and node.name == "seed_base"), None)
-    remaining = functional_dropout(graph, seed) if seed is not None and stage.draws else []
-    if remaining:
-        raise UserError(
-            f"stage {stage.index} draws random numbers in {', '.join(remaining)}, which can't be compiled with "
-            f'{backend!r} independently of the cut; use compile="eager", or dropout in place of it'
-        )
 
 
 def check_backend(backend: str) -> None:

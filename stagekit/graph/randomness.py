@@ -2,7 +2,7 @@
 
 The runtime gives each chunk a seed base; before the operation numbered k in the capture the stage's graph holds
 `reseed(base, k, device)`. In compiled stages dropout is `keep_mask` instead, a functional operator with the same
-masks. Used by graph.stages alone.
+masks; other random operations stay as they are. Used by graph.stages and graph.module.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 _MASK = (1 << 64) - 1
 
@@ -27,37 +28,43 @@ def mix(base: int, k: int) -> int:
     return (z ^ (z >> 32)) & 0xFFFFFFFF
 
 
-def reseed(base: int, k: int, device: str) -> None:
+def reseed(base: int | Tensor, k: int, device: str) -> None:
     """Seed the device's default generator for the operation numbered `k`."""
+    if isinstance(base, FakeTensor):
+        return  # shapes are propagated, nothing is drawn
     if device == "cuda":
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(mix(base, k))
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(mix(int(base), k))
     else:
-        torch.default_generator.manual_seed(mix(base, k))
+        torch.default_generator.manual_seed(mix(int(base), k))
 
 
 fx.node.has_side_effect(reseed)
 
 
 @torch.library.custom_op("stagekit::keep_mask", mutates_args=())
-def keep_mask(x: Tensor, p: float, base: int, k: int) -> Tensor:
-    """Return dropout's factor for `x`: 0 where dropped, 1 / (1 - p) where kept."""
-    generator = torch.Generator(x.device).manual_seed(mix(base, k))
+def keep_mask(x: Tensor, p: float, base: Tensor, k: int) -> Tensor:
+    """Return dropout's factor for `x`: 0 where dropped, 1 / (1 - p) where kept.
+
+    `base` [] int64 on the CPU: an int would be compiled in, and every chunk would compile again.
+    """
+    generator = torch.Generator(x.device).manual_seed(mix(int(base), k))
     if p >= 1.0:
         return torch.zeros_like(x)
     return torch.empty_like(x).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
 @keep_mask.register_fake
-def _(x: Tensor, p: float, base: int, k: int) -> Tensor:
+def _(x: Tensor, p: float, base: Tensor, k: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def functional_dropout(graph: fx.Graph, base: fx.Node) -> list[str]:
-    """Replace reseeded dropout by `keep_mask` for a compiled stage; return the names of random nodes that remain.
+def functional_dropout(graph: fx.Graph, base: fx.Node) -> set[fx.Node]:
+    """Replace reseeded dropout by `keep_mask` for a compiled stage; return the random nodes that remain.
 
-    Attention with dropout becomes explicit matmuls, softmax and dropout.
+    Attention with dropout becomes explicit matmuls, softmax and dropout. What remains draws from the default generator,
+    which no compiler follows: it must run eagerly, right after its reseed.
     """
-    remaining = []
+    remaining = set()
     for node in list(graph.nodes):
         if node.target is not reseed:
             continue
@@ -73,7 +80,7 @@ def functional_dropout(graph: fx.Graph, base: fx.Node) -> list[str]:
             with graph.inserting_before(op):
                 result = graph.call_function(dropout_attention, (*_attention_args(op), base, k))
         else:
-            remaining.append(op.name)
+            remaining.add(op)
             continue
         result.meta = dict(op.meta)
         op.replace_all_uses_with(result)
@@ -99,7 +106,7 @@ def dropout_attention(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    base: int,
+    base: Tensor,
     k: int,
 ) -> Tensor:
     """Attention written out, as torch's math backend does it, with dropout by `keep_mask`."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from reference import Chain
+from torch import Tensor, nn
 from zoo import Dropout
 
-from stagekit.errors import UserError
 from stagekit.examples.gpt import Program
 from stagekit.graph.buckets import BucketRule
 from stagekit.graph.capture import capture
@@ -41,15 +42,62 @@ def test_buckets_of_a_compiled_stage_serve_every_batch_size() -> None:
             assert torch.allclose(compiled.forward((given,)), eager.forward((given,)), rtol=1e-5, atol=1e-5)
 
 
-def test_randomness_that_cannot_follow_the_cut_when_compiled_is_refused() -> None:
-    class Noise(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 4)
+class EveryDraw(nn.Module):
+    """Random operations that have no functional form here, between layers that a compiler would like to fuse."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) + torch.randn_like(x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.lstm = nn.LSTM(16, 16, 2, dropout=0.5, batch_first=True)
 
-    cut = capture(Noise, (torch.randn(3, 4),)).cut("balanced", 1)
-    with pytest.raises(UserError, match=r'draws random numbers in randn_like.*use compile="eager"'):
-        cut.stage_module(0, compile="aot_eager")
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.alpha_dropout(self.first(x), 0.3, True)
+        x = x + torch.rand_like(x) + torch.randn(x.shape[-1]) + torch.normal(0.0, 1.0, (16,))
+        x = x * torch.bernoulli(torch.full_like(x, 0.8)) + torch.randint(0, 3, (16,))
+        x = F.rrelu(self.second(x), training=True)
+        x = F.dropout1d(x, 0.4, True)[:, :, torch.randperm(16)]
+        with torch.no_grad():
+            noise = torch.randn_like(x).tanh() * 0.1
+        x = torch.ops.aten.native_dropout(x + noise, 0.2, True)[0]
+        x = x + torch.multinomial(torch.ones(16), 16)
+        return F.dropout(self.lstm(x)[0], 0.1, True).relu()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+def test_every_random_operation_draws_the_same_compiled_and_compiles_once(backend: str) -> None:
+    x = torch.randn(4, 5, 16)
+    captured = capture(EveryDraw, (x,), seed=1)
+    torch._dynamo.reset()
+    eager = Chain(captured.cut("layers", 1, measured=False))
+    compiled = Chain(captured.cut(["second"], 2, measured=False), compile=backend)
+    compiled.backward(compiled.forward((x,), seed_base=1).sum())
+    for module in compiled.modules:
+        module.zero_grad()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in (2, 3 << 40):
+            expected, got = eager.forward((x,), seed_base=seed), compiled.forward((x,), seed_base=seed)
+            torch.testing.assert_close(got, expected)
+            eager.backward(expected.sum())
+            compiled.backward(got.sum())
+    for name, gradient in eager.gradients().items():
+        torch.testing.assert_close(compiled.gradients()[name], gradient, rtol=1e-4, atol=1e-4)
+
+
+class FixedSizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layer(x.reshape(4, 16)), 0.5, True)
+
+
+def test_seeds_do_not_compile_a_stage_of_fixed_sizes_again() -> None:
+    x = torch.randn(4, 16)
+    cut = capture(FixedSizes, (x,), seed=1).cut("layers", 1, measured=False)
+    torch._dynamo.reset()
+    eager, compiled = Chain(cut), Chain(cut, compile="aot_eager")
+    compiled.forward((x,), seed_base=1)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(2, 5):
+            torch.testing.assert_close(compiled.forward((x,), seed_base=seed), eager.forward((x,), seed_base=seed))
