@@ -6,6 +6,7 @@ Also `PipelineStage` (one stage by hand, our ancestor's surface) and `init()` (o
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from stagekit.errors import UserError
 from stagekit.graph.buckets import BucketRule
 from stagekit.graph.build import Start
 from stagekit.graph.capture import Captured, capture
+from stagekit.graph.compilers import resolve
 from stagekit.graph.cut import Cut
 from stagekit.plan.contract import ModelSpec, StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
@@ -74,9 +76,9 @@ class CutSource:
         """The cut model."""
         return self.cut.spec
 
-    def stage_module(self, index: int, *, device: torch.device, compile: str) -> nn.Module:
+    def stage_module(self, index: int, *, device: torch.device) -> nn.Module:
         """Return one stage with its start weights, and nothing of the others."""
-        return self.cut.stage_module(index, device=device, compile=compile)
+        return self.cut.stage_module(index, device=device)
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of a call in the order of the spec's inputs."""
@@ -99,8 +101,16 @@ class Pipeline:
         self.source = CutSource(cut)
         self.stages = [Stage(cut, spec) for spec in plan.model.stages]
 
-    def deploy(self, device: torch.device | str | None = None, group: dist.ProcessGroup | None = None) -> Run:
+    def deploy(
+        self,
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        compiled: Mapping[int, str] | None = None,
+    ) -> Run:
         """Build this rank's stages. Needs an initialised process group, or a world of 1; called on every rank of it.
+
+        `compiled`: backends by stage as an earlier run's `Run.compiled` has them; "auto" then times nothing.
 
         Costs are measured, so two ranks may balance the same capture differently: all take the cut of the group's
         rank 0, and `plan` and `stages` are that one's afterwards. Raises UserError when the world does not fit
@@ -111,7 +121,8 @@ class Pipeline:
             device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         check_counts(len(self.stages), self.plan.stages_per_rank, self.plan.replicas, _world_size(group))
         self._take_cut_of_rank_0(torch.device(device), group)
-        return Run(self.source, self.plan, self.options, torch.device(device), group)
+        options = dataclasses.replace(self.options, compiled=compiled)
+        return Run(self.source, self.plan, options, torch.device(device), group)
 
     def _take_cut_of_rank_0(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         if _world_size(group) == 1:
@@ -172,8 +183,9 @@ def pipeline(
     operation by itself and draws only what a stage owns; the default is stream up to 4 billion parameters. `weights`: a
     safetensors file, a folder of them (Hugging Face), or a checkpoint of ours, read stage by stage. `loss_fn(output, target)` returns a
     chunk's mean loss; `loss_weight(target)` its weight, rows by default. `split` says where stages begin: "balanced" or
-    `Balanced(...)` with its options, "parameters", "layers", "bucket:25MiB", or module paths. `buckets` {"cap": bytes, "first": bytes} cuts
-    each stage into submodules whose gradients are reduced together. `args_spec` and `kwargs_spec` say of an argument
+    `Balanced(...)` with its options, "parameters", "layers", "bucket:25MiB", or module paths. `compile`: "eager", "default"
+    (inductor on CUDA), a backend of torch.compile, or "auto", which times eager and inductor when deployed. `buckets`
+    {"cap": bytes, "first": bytes} cuts each stage into submodules whose gradients are reduced together. `args_spec` and `kwargs_spec` say of an argument
     `Split(dim)` or `Replicate()`, `output_spec` of an output `Cat(dim)`, `Stack()`, `Sum()`, `Mean()` or a function.
     The module and the random state are left as they were. Raises CaptureError, SplitError, ScheduleError, UserError.
     """
@@ -267,7 +279,7 @@ def plan_pipeline(
         num_chunks=chunks,
         stages_per_rank=stages_per_rank,
         replicas=replicas,
-        compile=compile,
+        compile=resolve(compile, captured.device),
         recompute=recompute,
     )
     rules = flatten_rules(output_spec, cut.spec.outputs)

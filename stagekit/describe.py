@@ -21,8 +21,9 @@ import torch
 
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import ScheduleError, SplitError, StagekitError
-from stagekit.graph.module import check_backend
+from stagekit.graph.compilers import check_backend
 from stagekit.load import load_program
+from stagekit.run.allocator import keep_freed_memory
 
 
 def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> dict[str, Any]:
@@ -31,8 +32,7 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
     pipeline, seed = spec["pipeline"], spec["train"]["seed"]
     program.chunks, program.replicas = pipeline["chunks"], pipeline["replicas"]
     args, kwargs = program.example_inputs()
-    backend = "eager" if pipeline["compile"] == "auto" else pipeline["compile"]
-    check_backend(backend)
+    check_backend(pipeline["compile"])
     captured = capture_model(
         program.build_model,
         args,
@@ -52,7 +52,7 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
         stages_per_rank=pipeline["stages_per_rank"],
         replicas=pipeline["replicas"],
         buckets=pipeline["buckets"],
-        compile=backend,
+        compile=pipeline["compile"],
         recompute=pipeline["recompute"],
         seed=seed,
         measured=not quick,
@@ -88,6 +88,7 @@ def main() -> int:
     flags = parser.parse_args()
     spec = json.load(sys.stdin)
     torch.set_num_threads(1)
+    keep_freed_memory()  # costs are measured as workers run
     with contextlib.redirect_stdout(sys.stderr):
         try:
             document = plan_job(spec, flags.source, quick=flags.quick)

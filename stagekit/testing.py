@@ -147,7 +147,7 @@ class ChainSource:
             index, str(index), str(index), inputs, (f"v{index}",), parameters, (), (bucket,) if parameters else ()
         )
 
-    def stage_module(self, index: int, *, device: torch.device, compile: str) -> nn.Module:
+    def stage_module(self, index: int, *, device: torch.device) -> nn.Module:
         """Return a copy of that module, its parameters named "<stage>.<name>"."""
         return _ChainStage(index, copy.deepcopy(self._modules[index])).to(device)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,7 +34,7 @@ from pipeapi.values import check_env, check_param, parse_duration, parse_size
 MAX_FILE_BYTES = 1 << 20
 MAX_SPEC_BYTES = 256 << 10  # a node tells each worker the whole job, and its environment again, in one line of 1 MiB
 SCHEDULES = ("gpipe", "1f1b")
-SPLITS = ("balanced", "parameters", "layers")
+SPLITS = ("balanced", "balanced:measured", "balanced:flops", "balanced:bytes", "parameters", "layers", "bucket:25MiB")
 
 _NAME = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
 _PROGRAM = r"^(hf:.+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
@@ -69,11 +70,13 @@ class Pipeline(_Strict):
     schedule: str = Field("1f1b", description="one of: " + ", ".join(SCHEDULES))
     chunks: int = Field(8, ge=1, le=65_536, description="parts that a batch is split into (microbatches)")
     split: str | list[str] = Field(
-        "balanced", description="balanced | parameters | layers, or the module paths where a stage begins"
+        "balanced",
+        description="balanced[:measured|flops|bytes] | parameters | layers | bucket:SIZE, or the module paths where stages begin",
     )
     buckets: Buckets = Field(default_factory=lambda: Buckets())
     compile: str = Field(
-        "auto", description="eager | inductor | another dynamo backend | auto (eager on CPU, inductor on CUDA)"
+        "default",
+        description="eager | inductor | another dynamo backend | default (eager on CPU, inductor on CUDA) | auto (times both)",
     )
     recompute: bool = Field(False, description="drop a chunk's activations and recompute them before its backward")
 
@@ -85,7 +88,9 @@ class Pipeline(_Strict):
     @field_validator("split")
     @classmethod
     def _known_split(cls, value: str | list[str]) -> str | list[str]:
-        return _one_of(value, SPLITS) if isinstance(value, str) else value
+        if isinstance(value, str) and not re.fullmatch(r"bucket:\d+(\.\d+)? ?([KMG](i?B))?", value):
+            return _one_of(value, SPLITS)
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Pipeline:

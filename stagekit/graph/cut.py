@@ -49,7 +49,8 @@ class Cut:
     ) -> StageModule:
         """Return stage `index` on `device`, holding only its own parameters and buffers, under their original names.
 
-        `compile`: "eager", or any torch.compile backend, applied to each bucket. `dtype` casts floating values.
+        `compile`: "eager", or any torch.compile backend, applied to each bucket; `StageModule.use_backend` changes
+        it. `dtype` casts floating values.
         `tensors`: a stage whose parameters and buffers this one shares instead of making its own (`Captured.cut_like`).
         """
         if not 0 <= index < len(self.graphs):

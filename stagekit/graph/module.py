@@ -16,6 +16,7 @@ from stagekit.errors import UserError
 from stagekit.graph.bucket import split
 from stagekit.graph.buckets import BucketRule
 from stagekit.graph.build import named_tensors
+from stagekit.graph.compilers import AUTO, check_backend, compile_problem
 from stagekit.graph.functions import traits_of
 from stagekit.graph.randomness import functional_dropout
 from stagekit.graph.stages import StageGraph, stage_fakes
@@ -33,13 +34,14 @@ class StageModule(nn.Module):
 
     buckets: tuple[Bucket, ...]
     _run: Callable[..., tuple[Tensor, ...]]
+    _compile_with: Callable[[str], Callable[..., Any]]
 
     def __init__(self, spec: StageSpec, tensors: Mapping[str, Tensor], persistent: frozenset[str]) -> None:
         super().__init__()
         object.__setattr__(self, "buckets", spec.buckets)
         object.__setattr__(self, "_run", None)
         self._seed_base: tuple[int | Tensor, ...] = ()
-        self._takes_tensor_seed = False
+        self._takes_tensor_seed = self._draws = False
         self._has_regions = False
         self._slots: list[tuple[dict[str, Any], str]] = []
         for name, tensor in tensors.items():
@@ -63,28 +65,40 @@ class StageModule(nn.Module):
 
     def bind(
         self,
-        run: Callable[..., Any],
+        compile_with: Callable[[str], Callable[..., Any]],
         states: Sequence[str],
         *,
         draws: bool,
         has_regions: bool,
-        takes_tensor_seed: bool,
+        device: str,
     ) -> None:
-        """Set what a call runs: `run(*inputs, *states, seed base)`. Called once, by `make_stage_module`."""
-        object.__setattr__(self, "_run", run)  # not a submodule: the stage's modules are the model's
-        self._takes_tensor_seed = takes_tensor_seed
-        self._seed_base = (0,) if draws else ()
-        self.set_seed_base(0)
-        self._has_regions = has_regions
+        """Set what a call runs. Called once, by `make_stage_module`; then `use_backend` says how.
+
+        `compile_with(backend)` returns a function of (*inputs, *states, seed base).
+        """
+        object.__setattr__(self, "_compile_with", compile_with)
+        self._draws, self._has_regions, self._device = draws, has_regions, device
         self._slots = []
         for name in states:
             owner, leaf = self._owner(name)
             held: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
             self._slots.append((held, leaf))
 
+    def use_backend(self, backend: str) -> None:
+        """Run through `backend` from now on, with the same tensors: "eager" or a backend of torch.compile."""
+        object.__setattr__(
+            self, "_run", self._compile_with(backend)
+        )  # no submodule: the stage's modules are the model's
+        self._takes_tensor_seed = backend != "eager"
+        self.set_seed_base(0)
+
+    def backend_problem(self, backend: str) -> str | None:
+        """Return what this machine lacks to compile the stage with `backend`, None if nothing."""
+        return compile_problem("inductor" if backend == AUTO else backend, self._device)
+
     def set_seed_base(self, base: int) -> None:
         """Set what the random operations of the next forward draw from, together with their number in the capture."""
-        if self._seed_base:
+        if self._draws:
             self._seed_base = (torch.tensor(base),) if self._takes_tensor_seed else (base,)
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
@@ -114,9 +128,15 @@ def make_stage_module(
     held = _materialise(cut, stage, device, dtype) if tensors is None else _shared(cut, stage, tensors)
     constants = {s.name for s in stage.states if s.kind == "constant"}
     module = StageModule(spec, held, captured.persistent - constants)
-    run = _runner(cut, stage, compile)
     names = [state.name for state in stage.states]
-    module.bind(run, names, draws=stage.draws, has_regions=stage.has_regions, takes_tensor_seed=compile != "eager")
+    module.bind(
+        lambda backend: _runner(cut, stage, backend),
+        names,
+        draws=stage.draws,
+        has_regions=stage.has_regions,
+        device=captured.device,
+    )
+    module.use_backend(compile)
     return module
 
 
@@ -181,17 +201,6 @@ def _runner(cut: Cut, stage: StageGraph, backend: str) -> Callable[..., Any]:
         runs_eagerly=eager.__contains__ if eager else None,
     )
     return result.module
-
-
-def check_backend(backend: str) -> None:
-    """Raise UserError for what is neither "eager" nor a backend of torch.compile on this machine."""
-    if backend == "eager":
-        return
-    try:
-        torch._dynamo.lookup_backend(backend)
-    except Exception as error:
-        known = ", ".join(["eager", *torch._dynamo.list_backends()])
-        raise UserError(f"compile={backend!r} is no backend of torch.compile here; there are {known}") from error
 
 
 def _compile_fn(backend: str) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:

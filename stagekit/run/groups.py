@@ -6,7 +6,10 @@ that hold the same stages. Without a process group there is one rank and nothing
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from time import monotonic_ns
 from typing import Any
 
@@ -19,6 +22,8 @@ from stagekit.run.layout import TAG_CLOCK
 from stagekit.run.transport import NcclTransport, Transport, Work, gloo_transport, settle
 
 CLOCK_ROUNDS = 8
+WAIT_TIMEOUT = timedelta(hours=1)  # the launcher gives up earlier
+_waits: Counter[bytes] = Counter()  # per world, so that no key of the store is used twice
 
 
 class NoTransport:
@@ -79,6 +84,38 @@ class Groups:
         """Wait for every rank of the world."""
         if self._world is not None:
             dist.barrier(group=self._world)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for every rank of the world over the store, where no collective's timeout counts: compiling takes long.
+
+        Raises PeerError after an hour, or when the store is gone.
+        """
+        if self._world is None:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        members = repr(dist.get_process_group_ranks(self._world)).encode()
+        _waits[members] += 1
+        key = f"stagekit/wait/{hashlib.sha256(members).hexdigest()[:16]}/{_waits[members]}"
+        try:
+            if store.add(key, 1) % dist.get_world_size(self._world) == 0:
+                store.set(f"{key}/all", "1")
+            store.wait([f"{key}/all"], WAIT_TIMEOUT)
+        except RuntimeError as error:
+            raise PeerError(f"waiting for the other ranks to compile: {error}") from error
+
+    def count_replicas(self, flag: bool) -> int:
+        """Return how many replicas of this rank's stages say True."""
+        count = torch.tensor([int(flag)], dtype=torch.int64, device=self.comm_device)
+        if self.replicas is not None:
+            dist.all_reduce(count, group=self.replicas)
+        return int(count)
+
+    def first_replica_says(self, value: int) -> int:
+        """Return what the first replica of this rank's stages passes."""
+        said = torch.tensor([value if self.replica == 0 else 0], dtype=torch.int64, device=self.comm_device)
+        if self.replicas is not None:
+            dist.all_reduce(said, group=self.replicas)
+        return int(said)
 
     def sum_over_world(self, tensor: Tensor) -> Any:
         """Start summing `tensor` over every rank, in place; returns the work to wait for, None for a single rank."""

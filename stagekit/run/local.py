@@ -18,6 +18,7 @@ from stagekit.plan.lowering import routes_of
 from stagekit.plan.plan import Plan
 from stagekit.plan.shapes import chunk_sizes
 from stagekit.run import chunks as chunking
+from stagekit.run.compiling import compile_stages
 from stagekit.run.data_parallel import GradientSums, TieGroup
 from stagekit.run.executor import Executor, Step
 from stagekit.run.inputs import InputExchange
@@ -27,7 +28,6 @@ from stagekit.run.merge import merge_outputs
 from stagekit.run.runtime import RunOptions, StageSource, tied_names
 from stagekit.run.stage import StageRunner
 from stagekit.run.transport import Transport
-from stagekit.run.warmup import warm_up
 
 
 class LocalRun:
@@ -44,15 +44,14 @@ class LocalRun:
         self._runners = {
             spec.index: StageRunner(
                 spec,
-                source.stage_module(spec.index, device=device, compile=plan.compile),
+                source.stage_module(spec.index, device=device),
                 edges,
                 recompute=plan.recompute and spec.index != last,
             )
             for spec in plan.model.stages
         }
         if plan.compile != "eager":
-            for runner in self._runners.values():
-                warm_up(runner, plan.model, device)
+            compile_stages(self._runners, plan.model, plan.compile, device, None, options.compiled)
         parameters = [p for runner in self._runners.values() for p in runner.module.parameters() if p.requires_grad]
         ties = dict(enumerate(TieGroup([], None) for _ in routes_of(plan.model).ties))  # summed after the walk
         self._sums = GradientSums({}, ties, parameters)

@@ -23,6 +23,7 @@ from stagekit.plan.plan import Plan, check_counts, verified_lists
 from stagekit.plan.shapes import chunk_sizes, evaluate
 from stagekit.run import chunks as chunking
 from stagekit.run.agreement import Agreement, Given, Header, agree, exchange_text
+from stagekit.run.compiling import compile_stages
 from stagekit.run.data_parallel import BucketReducer, GradientSums, TieGroup
 from stagekit.run.executor import Executor, Step
 from stagekit.run.groups import Groups
@@ -34,7 +35,6 @@ from stagekit.run.merge import Rule, merge_outputs
 from stagekit.run.stage import StageRunner
 from stagekit.run.stats import ActionHook, Recorder
 from stagekit.run.transport import settle
-from stagekit.run.warmup import warm_up
 
 
 class StageSource(Protocol):
@@ -43,7 +43,7 @@ class StageSource(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
-    def stage_module(self, index: int, *, device: torch.device, compile: str) -> nn.Module: ...
+    def stage_module(self, index: int, *, device: torch.device) -> nn.Module: ...
 
     def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]: ...
 
@@ -58,6 +58,7 @@ class RunOptions:
     loss_weight: LossWeight | None  # None: a chunk's rows
     seed: int
     output_rules: tuple[Rule | None, ...] = ()  # per output leaf; empty: the defaults
+    compiled: Mapping[int, str] | None = None  # backend per stage that an earlier attempt chose for compile="auto"
 
 
 class StepResult:
@@ -121,15 +122,17 @@ class Run:
         self._runners = {
             stage: StageRunner(
                 plan.model.stages[stage],
-                source.stage_module(stage, device=device, compile=plan.compile),
+                source.stage_module(stage, device=device),
                 edges,
                 recompute=plan.recompute and stage != last,  # the last stage's backward follows at once
             )
             for stage in self.placement.own_stages
         }
+        self.compiled = dict.fromkeys(self._runners, "eager")  # the backend of each of this rank's stages
         if plan.compile != "eager":
-            for runner in self._runners.values():
-                warm_up(runner, plan.model, device)
+            self.compiled |= compile_stages(
+                self._runners, plan.model, plan.compile, device, self.groups, options.compiled
+            )
         self._sums = self._gradient_sums()
         self._hooks: list[ActionHook] = []
         self._executor: Executor | None = None

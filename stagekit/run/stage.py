@@ -111,6 +111,11 @@ class StageRunner:
             arguments[position] = arguments[position].grad
         return arguments
 
+    @property
+    def keeps_no_graph(self) -> bool:
+        """Whether a forward is run again before its backward."""
+        return self._recompute
+
     def drop_all(self) -> None:
         """Forget every chunk in flight, after a failed step."""
         self._saved.clear()

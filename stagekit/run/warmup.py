@@ -1,7 +1,6 @@
 """Warm-up: compile a stage's forward and backward before the first step, leaving no trace.
 
-Runs every bucket once on zeros; buffers, gradients and the random state are as before. Called at deploy, for compiled
-stages only.
+Runs every bucket once on zeros; buffers, gradients and the random state are as before. Used at deploy by run.compiling.
 """
 
 from __future__ import annotations
@@ -16,8 +15,42 @@ from stagekit.run.layout import concrete
 from stagekit.run.stage import StageRunner, run_backward
 
 
-def warm_up(runner: StageRunner, spec: ModelSpec, device: torch.device) -> None:
-    """Run one example chunk of zeros through the stage, forward and backward."""
+class Warmup:
+    """Runs one example chunk of zeros through a stage, as often as asked."""
+
+    def __init__(self, runner: StageRunner, spec: ModelSpec, device: torch.device) -> None:
+        self._runner, self._device = runner, device
+        self._devices = [device] if device.type == "cuda" else []
+        self._arguments = _example(runner, spec, device)
+
+    def run(self) -> None:
+        """Run forward and backward once; also after an error everything is as before."""
+        runner = self._runner
+        buffers = [(buffer, buffer.clone()) for buffer in runner.module.buffers()]
+        gradients = [(parameter, parameter.grad) for parameter in runner.module.parameters()]
+        peak = runner.peak_chunks
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            with torch.random.fork_rng(devices=self._devices), torch.enable_grad():
+                outputs = runner.forward(0, list(self._arguments), 0, True)
+                if runner.keeps_no_graph:
+                    runner.backward(0, [torch.zeros_like(output) for output in outputs])
+                else:
+                    roots = tuple(out for out in outputs if isinstance(out, Tensor) and out.requires_grad)
+                    if roots:
+                        run_backward(roots, tuple(torch.zeros_like(root) for root in roots))
+        finally:
+            runner.drop_all()
+            runner.peak_chunks = peak
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def _example(runner: StageRunner, spec: ModelSpec, device: torch.device) -> list[Any]:
     symbols = {symbol.name: symbol.example for symbol in spec.symbols}
     edges = {edge.value: edge.tensor for edge in spec.edges}
     arguments: list[Any] = []
@@ -31,20 +64,7 @@ def warm_up(runner: StageRunner, spec: ModelSpec, device: torch.device) -> None:
                 arguments.append(_zeros(tensor, symbols, device))
             case SymbolRef(symbol):
                 arguments.append(symbols[symbol])
-    buffers = [(buffer, buffer.clone()) for buffer in runner.module.buffers()]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        with torch.enable_grad():
-            outputs = runner.forward(0, arguments, 0, True)
-        roots = tuple(output for output in outputs if isinstance(output, Tensor) and output.requires_grad)
-        if roots:
-            run_backward(roots, tuple(torch.zeros_like(root) for root in roots))
-    runner.drop_all()
-    for parameter in runner.module.parameters():
-        parameter.grad = None
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    runner.peak_chunks = 0
+    return arguments
 
 
 def _zeros(tensor: TensorSpec, symbols: dict[str, int], device: torch.device) -> Tensor:

@@ -81,9 +81,7 @@ class Ours:
         self._args = (x,) if rank == 0 else ()
         self._target = target if rank == len(stages) - 1 else None
         self.after_step: Callable[[StepResult, float], None] | None = None  # gets the result and the step's seconds
-        self.bare = Bare(
-            source.stage_module(rank, device=torch.device("cpu"), compile="eager"), chunks, rank, len(stages) - 1
-        )
+        self.bare = Bare(source.stage_module(rank, device=torch.device("cpu")), chunks, rank, len(stages) - 1)
 
     def step(self) -> None:
         """Run one step from zeroed gradients."""

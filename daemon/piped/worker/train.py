@@ -30,6 +30,7 @@ from stagekit.errors import BugError, UserError
 from stagekit.load import load_program
 from stagekit.program import Batch
 from stagekit.run import checkpoint
+from stagekit.run.allocator import keep_freed_memory
 from stagekit.run.runtime import Run
 
 log = structlog.get_logger()
@@ -121,12 +122,14 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
     training: Training | None = None
     try:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        keep_freed_memory()
         job = Assignment.from_message(message)
         store = join(job, link)
         program = _load(job)
         pipe = make_pipeline(job, program, store, link)
         run = pipe.deploy(job.device)
         run.keep_output = False
+        log.info("stages_compiled", backends={str(stage): name for stage, name in run.compiled.items()})
         if job.checkpoint_dir is not None:
             checkpoint.prove_shared(job.checkpoint_dir, job.fence, job.rank, _shard_ranks(run), run.groups.barrier)
         expected = json.loads(store.get("expected"))
@@ -210,7 +213,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         "stages_per_rank": pipeline["stages_per_rank"],
         "replicas": pipeline["replicas"],
         "buckets": pipeline["buckets"],
-        "compile": _backend_of(pipeline["compile"], job.device),
+        "compile": pipeline["compile"],
         "recompute": pipeline["recompute"],
         "loss_fn": program.loss,
         "loss_weight": getattr(program, "loss_weight", None),
@@ -233,13 +236,6 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
             f"torch here is {torch.__version__}: run the same versions and the same source on every node"
         )
     return pipe
-
-
-def _backend_of(compile: str, device: torch.device) -> str:
-    """Resolve "auto": measured on CPU, inductor gave 0.76-1.5x of eager, so eager there; CUDA's default is inductor."""
-    if compile != "auto":
-        return compile
-    return "inductor" if device.type == "cuda" else "eager"
 
 
 # ---- steps
@@ -354,6 +350,7 @@ def save(job: Assignment, run: Run, step: int) -> None:
             "job_id": job.job_id,
             "fingerprint": run.plan.fingerprint,
             "aliases": [list(pair) for pair in run.plan.model.aliases],
+            "compiled": {str(stage): name for stage, name in run.compiled.items()},
         },
     )
     log.info("checkpoint_saved", folder=str(folder))
