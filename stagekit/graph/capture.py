@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
@@ -26,7 +26,8 @@ from stagekit.graph.build import Start, ValueSource, named_tensors, open_model
 from stagekit.graph.export import Exported, export_model
 from stagekit.graph.functions import traits_of
 from stagekit.graph.normalise import drop_dead_code, normalise
-from stagekit.graph.propagate import propagate
+from stagekit.graph.propagate import line_of, propagate
+from stagekit.graph.refusals import unwrapped
 from stagekit.graph.selfcheck import self_check
 from stagekit.graph.specs import Leaf, Spec, batch_dims, flatten_named
 from stagekit.graph.symbols import SymbolTable, symbol_table
@@ -171,6 +172,7 @@ def capture(
     Raises CaptureError or ShapeError.
     """
     device_type = _supported(device)
+    model = unwrapped(model)
     leaves, in_tree = flatten_named(args, kwargs or {}, args_spec, kwargs_spec)
     split_dims = batch_dims(leaves)
     with torch.random.fork_rng(devices=[]):
@@ -207,17 +209,18 @@ def _captured(
     graph, new_names = normalise(exported.graph_module, renamed, model.calls)
     origins = {new_names[name]: origin for name, origin in origins.items()}
     fakes = {n.name: _placeholder_value(n, origins[n.name], leaves) for n in graph.nodes if n.op == "placeholder"}
-    storages = _settle(graph, origins, fakes, mode)
     by_index = {origins[name].index: fake for name, fake in fakes.items() if origins[name].kind == "input"}
     in_order = [by_index.get(i) for i in range(len(leaves))]
+    _check_constants({k: v for k, v in exported.constants.items() if k not in dict(named_tensors(skeleton))})
     table = symbol_table(in_order, [leaf.value for leaf in leaves], split_dims, exported.range_constraints)
+    _check_symbols(graph, table)
+    storages = _settle(graph, origins, fakes, mode)
     inputs = tuple(
         GraphInput(leaf.name, table.spec(fake), split_dim)
         if isinstance(leaf.value, Tensor) and fake is not None
         else GraphInput(leaf.name, None, None, leaf.value)
         for leaf, fake, split_dim in zip(leaves, in_order, split_dims, strict=True)
     )
-    _check_symbols(graph, table)
     out_tree = exported.call_spec.out_spec
     tensors = dict(named_tensors(skeleton))
     return Captured(
@@ -316,12 +319,24 @@ def _origins(
 
 
 def _check_symbols(graph: fx.Graph, table: SymbolTable) -> None:
+    """Refuse sizes and numbers that depend on values, by the line that makes the first one."""
     for node in graph.nodes:
-        value = node.meta.get("val")
-        sizes = tuple[Any, ...](value.size()) if isinstance(value, Tensor) else ()
-        for size in sizes:
-            if not isinstance(size, int) and not size.node.expr.is_number:
-                table.check_known(size.node.expr)
+        if "functorch" in str(getattr(node.target, "__module__", "")):
+            raise CaptureError(f"torch.vmap or torch.func{line_of(node)} can't be captured; write the batch out")
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            numbers = tuple[Any, ...](value.size()) if isinstance(value, Tensor) else (value,)
+            for number in numbers:
+                if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+                    table.check_known(number.node.expr, line_of(node))
+
+
+def _check_constants(lifted: Mapping[str, Any]) -> None:
+    for name, value in lifted.items():
+        if isinstance(value, FakeTensor):
+            raise CaptureError(
+                f"forward uses a tensor ({name}, shape {tuple(value.shape)}) that it computed where the capture does not "
+                "see it; compute it with torch functions in forward, or register it as a buffer"
+            )
 
 
 def _hash(graph: fx.Graph, inputs: tuple[GraphInput, ...], device: str, module: nn.Module) -> str:

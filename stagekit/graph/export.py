@@ -6,7 +6,6 @@ outputs and names are is decided in graph.capture, which calls this; flat graphs
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
-from stagekit.graph.build import named_tensors
+from stagekit.graph.copies import skeleton_of
+from stagekit.graph.draws import ConstantDraws
 from stagekit.graph.functions import FunctionRecorder
-from stagekit.graph.lines import is_torch_internal, line_of_error
+from stagekit.graph.lines import is_torch_internal
 from stagekit.graph.quirks import without_value_checks
-from stagekit.graph.specs import Leaf, example_rows, symbolic_dims
+from stagekit.graph.refusals import check_module, is_about_values, refusal, watched
+from stagekit.graph.specs import Leaf, example_rows, register_dataclasses, symbolic_dims
 
 
 @dataclass(frozen=True)
@@ -42,26 +43,6 @@ class Exported:
     guards: tuple[sympy.Basic, ...]
 
 
-def in_mode(module: nn.Module, training: bool | None) -> nn.Module:
-    """Return `module` after train(training); None leaves every submodule's own flag as it is."""
-    return module if training is None else module.train(training)
-
-
-def skeleton_of(module: nn.Module, mode: FakeTensorMode, device: str, training: bool | None = None) -> nn.Module:
-    """Return a copy of `module` whose parameters, buffers and tensor attributes are fake tensors on `device`."""
-    memo: dict[int, Any] = {}
-    for _, tensor in named_tensors(module):
-        if id(tensor) in memo:
-            continue
-        with mode:
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-    try:
-        return in_mode(copy.deepcopy(module, memo), training)
-    except Exception as error:
-        raise CaptureError(f"{type(module).__name__} can't be copied: {type(error).__name__}: {error}") from error
-
-
 def export_model(
     module: nn.Module,
     leaves: Sequence[Leaf],
@@ -70,37 +51,61 @@ def export_model(
     device: str,
     training: bool | None = None,
 ) -> Exported:
-    """Export with symbolic sizes, or with static ones if that fails. Raises CaptureError with the user's line."""
+    """Export with as many symbolic sizes as the model allows: all, else the batch, else none.
+
+    Raises CaptureError with the user's line and what to do.
+    """
+    check_module(module)
     failure: Exception | None = None
-    for symbolic in (True, False):
+    for kept in ("all", "batch", "none"):
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
         skeleton = skeleton_of(module, mode, device, training)
-        values = [
-            _fake_input(leaf.value, dim, mode, device, symbolic) for leaf, dim in zip(leaves, split_dims, strict=True)
-        ]
-        fake_args, fake_kwargs = pytree.tree_unflatten(values, in_tree)
-        dims = [_dynamic(value, dim) if symbolic else None for value, dim in zip(values, split_dims, strict=True)]
-        shapes = pytree.tree_unflatten(dims, in_tree)
         try:
-            with without_value_checks(), FunctionRecorder(skeleton) as functions:
-                exported = torch.export.export(
-                    skeleton,
-                    fake_args,
-                    fake_kwargs,
-                    strict=False,
-                    dynamic_shapes=_by_name(skeleton, shapes) if symbolic else None,
-                )
-            fakes = _mode_of(exported)
-            return Exported(exported, fakes, skeleton, tuple(functions.calls), _branches(fakes))
+            symbolic = _symbolic(leaves, split_dims, kept)
+            values = [
+                _fake_input(leaf.value, dim if dim in dims else None, mode, device)
+                for leaf, dim, dims in zip(leaves, split_dims, symbolic, strict=True)
+            ]
+            program, calls = _exported(skeleton, values, in_tree, symbolic)
         except CaptureError:
             raise
         except Exception as error:
             failure = error
+            if is_about_values(error):
+                break
+            continue
+        fakes = _mode_of(program)
+        return Exported(program, fakes, skeleton, calls, _branches(fakes))
     assert failure is not None
-    raise CaptureError(
-        f"{type(module).__name__} can't be captured{line_of_error(failure)}: {type(failure).__name__}: "
-        f"{str(failure).splitlines()[0] if str(failure) else ''}"
-    ) from failure
+    raise refusal(module, failure) from failure
+
+
+def _symbolic(leaves: Sequence[Leaf], split_dims: Sequence[int | None], kept: str) -> list[list[int]]:
+    """Return per leaf the dimensions to keep symbolic."""
+    if kept == "none":
+        return [[] for _ in leaves]
+    found = [
+        symbolic_dims(leaf.value, dim) if isinstance(leaf.value, Tensor) else []
+        for leaf, dim in zip(leaves, split_dims, strict=True)
+    ]
+    if kept == "all":
+        return found
+    return [[dim for dim in dims if dim == batch] for dims, batch in zip(found, split_dims, strict=True)]
+
+
+def _exported(
+    skeleton: nn.Module, values: Sequence[Any], in_tree: Any, symbolic: Sequence[Sequence[int]]
+) -> tuple[torch.export.ExportedProgram, tuple[Callable[..., Any], ...]]:
+    fake_args, fake_kwargs = pytree.tree_unflatten(list(values), in_tree)
+    hints = [
+        dict.fromkeys(dims, torch.export.Dim.AUTO) if isinstance(value, Tensor) else None
+        for value, dims in zip(values, symbolic, strict=True)
+    ]
+    shapes = _by_name(skeleton, pytree.tree_unflatten(hints, in_tree)) if any(symbolic) else None
+    skeleton.register_forward_hook(lambda _, __, output: register_dataclasses(output))
+    with without_value_checks(), watched(), ConstantDraws(), FunctionRecorder(skeleton) as functions:
+        program = torch.export.export(skeleton, fake_args, fake_kwargs, strict=False, dynamic_shapes=shapes)
+    return program, tuple(functions.calls)
 
 
 def _mode_of(exported: torch.export.ExportedProgram) -> FakeTensorMode:
@@ -127,22 +132,16 @@ def _branches(mode: FakeTensorMode) -> tuple[sympy.Basic, ...]:
     )
 
 
-def _fake_input(value: Any, split_dim: int | None, mode: FakeTensorMode, device: str, symbolic: bool) -> Any:
+def _fake_input(value: Any, batch_dim: int | None, mode: FakeTensorMode, device: str) -> Any:
     if not isinstance(value, Tensor):
         return value
-    shape = example_rows(value, split_dim) if symbolic else value.shape
+    shape = example_rows(value, batch_dim)
     with mode:
         if shape == value.shape:
             fake = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=device)
         else:
             fake = torch.empty(shape, dtype=value.dtype, device=device)
     return fake.requires_grad_(value.requires_grad)
-
-
-def _dynamic(value: Any, split_dim: int | None) -> dict[int, Any] | None:
-    if not isinstance(value, Tensor):
-        return None
-    return dict.fromkeys(symbolic_dims(value, split_dim), torch.export.Dim.AUTO)
 
 
 def _by_name(module: nn.Module, shapes: Any) -> Any:

@@ -32,6 +32,7 @@ from stagekit.errors import CaptureError
 from stagekit.graph.build import named_tensors
 from stagekit.graph.lines import is_ours, line_here
 
+_gradients = torch.autograd.grad  # graph.refusals replaces it while a model is exported
 _Leaf = Tensor | torch.SymInt | torch.SymFloat | torch.SymBool
 
 
@@ -217,7 +218,7 @@ def _dry_backward(watch: _Watch, roots: list[Tensor], wanted: list[Tensor]) -> N
     watch.known |= {_memory(tensor) for tensor in cotangents}
     try:
         with watch:
-            torch.autograd.grad(roots, wanted, cotangents, allow_unused=True)
+            _gradients(roots, wanted, cotangents, allow_unused=True)
     except CaptureError:
         raise
     except Exception:

@@ -7,7 +7,6 @@ autograd node may be the user's own. Called by graph.capture.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
 from stagekit.graph.build import build_for_real, named_tensors
-from stagekit.graph.export import in_mode, skeleton_of
+from stagekit.graph.copies import in_mode, skeleton_of, twin_of
 from stagekit.graph.propagate import entered
 from stagekit.graph.quirks import without_value_checks
 from stagekit.graph.specs import Leaf
@@ -52,13 +51,12 @@ def self_check(
     needed = 4 * sum(t.numel() * t.element_size() for t in captured.tensors.values())
     on_target = captured.device == "cpu" or torch.get_device_module(captured.device).is_available()
     if on_target and needed <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2:
-        reference = copy.deepcopy(model) if isinstance(model, nn.Module) else build_for_real(model, seed)
+        reference = twin_of(model) if isinstance(model, nn.Module) else build_for_real(model, seed)
         if not isinstance(model, nn.Module) and captured.source.equals_build:
             _check_start(captured, reference)
         reference = in_mode(reference.to(captured.device), captured.training)
-        reference.zero_grad(set_to_none=True)
         values = [leaf.value for leaf in leaves]
-        _check_values(captured, copy.deepcopy(reference), values, seed)
+        _check_values(captured, twin_of(reference), values, seed)
         return Verdict("values", _smallest(captured, reference, values, seed))
     check_structure(captured, leaves)
     return Verdict("structural", {s.name: 1 if s.example == 1 else max(2, s.minimum) for s in _symbols(captured)})
@@ -102,7 +100,7 @@ def _agrees_at_one(
                 value = value.narrow(dim, 0, 1)
         narrowed.append(value)
     try:
-        _check_values(captured, copy.deepcopy(reference), narrowed, seed)
+        _check_values(captured, twin_of(reference), narrowed, seed)
     except Exception:  # the model's own refusal of that size counts as much as a difference
         return False
     return True
@@ -110,7 +108,7 @@ def _agrees_at_one(
 
 def _check_values(captured: Captured, reference: nn.Module, given: list[Any], seed: int) -> None:
     """Compare outputs, gradients and buffers of `reference`, which is used up, and of the graph on its tensors."""
-    twin = copy.deepcopy(reference)
+    twin = twin_of(reference)
     values = [_copy_input(value, captured.device) for value in given]
     args, kwargs = pytree.tree_unflatten([_copy_input(v, captured.device) for v in values], captured.in_tree)
     torch.manual_seed(seed)
@@ -123,6 +121,19 @@ def _check_values(captured: Captured, reference: nn.Module, given: list[Any], se
     gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (reference, twin)]
     _compare("gradient of", *gradients)
     _compare("buffer", dict(reference.named_buffers()), dict(twin.named_buffers()))
+    _check_again(captured, reference, twin, values, seed)
+
+
+def _check_again(captured: Captured, reference: nn.Module, twin: nn.Module, given: list[Any], seed: int) -> None:
+    """Compare a second forward: state kept outside of parameters and buffers shows there."""
+    values = [_copy_input(value, captured.device) for value in given]
+    args, kwargs = pytree.tree_unflatten([_copy_input(v, captured.device) for v in values], captured.in_tree)
+    with torch.no_grad():
+        torch.manual_seed(seed + 1)
+        expected = pytree.tree_leaves(reference(*args, **kwargs))
+        torch.manual_seed(seed + 1)
+        got = run_flat(captured, dict(named_tensors(twin)), values)
+    _compare("in a second call, output", dict(enumerate(expected)), dict(enumerate(got)))
 
 
 def _check_start(captured: Captured, reference: nn.Module) -> None:

@@ -5,13 +5,14 @@ Example inputs are one chunk. graph.capture calls `batch_dims`; a doubtful argum
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import register_dataclass, tree_flatten_with_path, tree_leaves
 
 from stagekit.errors import ShapeError
 
@@ -49,6 +50,7 @@ def flatten_named(
     """Return the leaves of (args, kwargs) with their names and the caller's specs, and the tree's structure."""
     positional = dict(enumerate(args_spec)) if isinstance(args_spec, Sequence) else dict(args_spec or {})
     said: tuple[Mapping[Any, Spec | None], ...] = (positional, dict(kwargs_spec or {}))
+    register_dataclasses((args, dict(kwargs)))
     with_path, tree = tree_flatten_with_path((args, dict(kwargs)))
     leaves = []
     for path, value in with_path:
@@ -58,6 +60,16 @@ def flatten_named(
         leaves.append(Leaf(("args", "kwargs")[side] + text, value, said[side].get(key)))
     _refuse_unknown(said, args, kwargs)
     return leaves, tree
+
+
+def register_dataclasses(tree: Any) -> None:
+    """Let pytrees look into the dataclasses found in `tree`, as they look into tuples and dicts."""
+    todo = [tree]
+    while todo:
+        for leaf in tree_leaves(todo.pop()):
+            if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+                register_dataclass(type(leaf))
+                todo.append(leaf)
 
 
 def _refuse_unknown(said: tuple[Mapping[Any, Any], ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

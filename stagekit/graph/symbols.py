@@ -67,13 +67,14 @@ class SymbolTable:
             return bool(value)
         return int(value) if isinstance(size, torch.SymInt) else float(value)
 
-    def check_known(self, expr: sympy.Basic) -> None:
-        """Refuse a size that depends on values instead of on the inputs' shapes."""
+    def check_known(self, expr: sympy.Basic, where: str = "") -> None:
+        """Refuse a number that depends on values instead of on the inputs' shapes; `where` is the user's line."""
         unknown = [s for s in expr.free_symbols if s not in self.names]
         if unknown:
             raise CaptureError(
-                f"a size in the model depends on data ({expr}), not on the inputs' shapes; "
-                "pipelines need shapes that are known before a chunk runs: pad or mask instead of selecting"
+                f"a size or number in the model depends on data{where}, not on the inputs' shapes: values read with "
+                ".item() or .tolist(), or a selection like x[x > 0]; a pipeline needs them before a chunk runs: keep values "
+                "in tensors, and pad or mask instead of selecting"
             )
 
     def spec(self, tensor: Tensor, *, requires_grad: bool | None = None) -> TensorSpec:
