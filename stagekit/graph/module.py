@@ -207,10 +207,13 @@ def _compile_fn(backend: str) -> Callable[[fx.GraphModule, list[Any]], Callable[
     if backend == "eager":
         return lambda bucket, examples: bucket
     check_backend(backend)
-    return lambda bucket, examples: torch.compile(bucket, backend=backend, dynamic=_is_dynamic(examples))
+    # The function, not the module: that costs three calls more per chunk.
+    return lambda bucket, examples: torch.compile(bucket.forward, backend=backend, dynamic=_is_dynamic(examples))
 
 
-def _is_dynamic(examples: list[Any]) -> bool:
-    """Tell whether any size differs between chunks; static graphs compile to faster code."""
+def _is_dynamic(examples: list[Any]) -> bool | None:
+    """Return None where sizes differ between chunks: compiled for the first size, which is faster code (a convnet by 6 %),
+    and once more for all others when a second one comes. False where no size can differ.
+    """
     sizes = [size for t in examples if isinstance(t, Tensor) for size in t.size()]
-    return any(isinstance(value, torch.SymInt) for value in (*sizes, *examples))
+    return None if any(isinstance(value, torch.SymInt) for value in (*sizes, *examples)) else False

@@ -43,15 +43,17 @@ def order(desired: DesiredAttempt, placement: RankPlacement, directory: AttemptD
     return {
         "rank": placement.rank,
         "argv": [str(python), "-m", "piped", "worker"],
-        "env": _environment(desired, placement.slot, place),
+        "env": _environment(desired, placement.slot, place, directory),
         "assign": _assign(desired, placement, directory, place),
     }
 
 
-def _environment(desired: DesiredAttempt, slot: Slot, place: Place) -> dict[str, str]:
+def _environment(desired: DesiredAttempt, slot: Slot, place: Place, directory: AttemptDir) -> dict[str, str]:
     # A worker sees its own device alone, as cuda:0; a CPU slot sees none.
     ours = {"GLOO_SOCKET_IFNAME": place.interface, "CUDA_VISIBLE_DEVICES": slot.uuid}
-    return {"OMP_NUM_THREADS": "1", **desired.env, **ours}
+    # What one worker compiled serves all others of this node, and later attempts.
+    cache = directory.path.parent.parent / "compile-cache"
+    return {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache), **desired.env, **ours}
 
 
 def _assign(desired: DesiredAttempt, placement: RankPlacement, directory: AttemptDir, place: Place) -> dict[str, Any]:
