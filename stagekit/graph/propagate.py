@@ -37,24 +37,52 @@ def context_manager(kind: str, values: list[Any]) -> contextlib.AbstractContextM
 
 
 def propagate(graph: fx.Graph, fakes: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, int]:
-    """Run `graph`, set each node's meta "val" and "requires_grad"; return the storage number per node name.
+    """Run `graph`, set each node's meta "val", "requires_grad" and "reached"; return the storage number per node name.
 
-    `fakes`: a fake tensor or constant per placeholder name. Raises CaptureError naming the user's line.
+    "reached": the gradient of some output depends on the value, in place writes included. `fakes`: a fake tensor or
+    constant per placeholder name. Raises CaptureError naming the user's line.
     """
     values: dict[fx.Node, Any] = {}
     storages: dict[str, int] = {}
+    outputs: list[Any] = []
     with mode, torch.enable_grad():
         for node in graph.nodes:
             if node.op == "output":
+                outputs = [values[n] for n in node.all_input_nodes]
                 continue
             values[node] = fakes[node.name] if node.op == "placeholder" else run_node(node, values)
             number = storage_number(values[node])
             if number is not None:
                 storages[node.name] = number
+        reached = _reached_by(outputs)
+        for node, value in values.items():
+            node.meta["reached"] = isinstance(value, Tensor) and value.requires_grad and _edge_of(value) in reached
     for node, value in values.items():
         node.meta["val"] = value.detach() if isinstance(value, Tensor) else _detached(value)
         node.meta["requires_grad"] = isinstance(value, Tensor) and value.requires_grad
     return storages
+
+
+def _edge_of(value: Tensor) -> tuple[Any, int]:
+    edge = torch.autograd.graph.get_gradient_edge(value)
+    return edge.node, edge.output_nr
+
+
+def _reached_by(outputs: list[Any]) -> set[tuple[Any, int]]:
+    """Return the gradient edges (autograd node, number of its output) that backward passes from `outputs`."""
+    reached = {_edge_of(value) for value in outputs if isinstance(value, Tensor) and value.requires_grad}
+    todo = [node for node, _ in reached]
+    visited: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        for following, number in node.next_functions:
+            if following is not None:
+                reached.add((following, number))
+                todo.append(following)
+    return reached
 
 
 def _detached(value: Any) -> Any:

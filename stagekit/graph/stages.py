@@ -76,6 +76,8 @@ def build_chain(captured: Captured, layout: Layout, stage_of: Mapping[fx.Node, i
         outputs = _settle_outputs(captured, built, fakes)
         graphs.append(built)
         for node, (name, fake) in zip(plan.returned, zip(built.outputs, outputs, strict=True), strict=True):
+            if not node.meta["reached"]:  # no output's gradient depends on it: none comes back, as in the whole model
+                fake.requires_grad_(False)
             fakes[name] = fake
             if index < stages - 1:
                 edges.append(Edge(name, index, tuple(sorted(consumers[node])), captured.symbols.spec(fake)))

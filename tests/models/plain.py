@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagekit.graph.randomness import mix
+from stagekit.testing import LocalResult
 
 _RECURRENT = tuple(getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
@@ -93,10 +95,24 @@ def step(
     return Result(total, gradients, dict(model.named_buffers()))
 
 
+def compare(got: LocalResult, expected: Result) -> None:
+    """Raise unless loss, gradients by name and buffers agree (float sums in another order are allowed, buffers are exact)."""
+    assert got.loss == pytest.approx(expected.loss, rel=1e-5)
+    gradients = {name: value for name, value in got.grads.items() if value is not None}
+    different = sorted(gradients.keys() ^ expected.gradients.keys())
+    assert not different, f"{different}: a gradient on one side only"
+    largest = max(float(value.abs().max()) for value in expected.gradients.values())
+    for name, value in expected.gradients.items():
+        difference, size = float((gradients[name] - value).abs().max()), float(value.abs().max())
+        assert difference <= max(1e-5 * size, 1e-6 * largest), f"gradient of {name}: {difference} of {size}"
+    for name, value in expected.buffers.items():
+        assert torch.equal(got.buffers[name], value), f"buffer {name}"
+
+
 def reduce(output: Any) -> Tensor:
     """Return a loss in which every float output takes part, each with a weight of its own; its own loss if it has one."""
     own = output.get("loss") if hasattr(output, "get") else None
     if own is not None:
         return own
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return torch.stack([(leaf.float() ** 2 * (i + 1)).mean() for i, leaf in enumerate(leaves)]).sum()
+    return torch.stack([(leaf**2 * (i + 1)).mean() for i, leaf in enumerate(leaves)]).sum()

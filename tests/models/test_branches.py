@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import stagekit
-from stagekit.errors import ShapeError
+from stagekit.errors import ShapeError, StageError
 from stagekit.graph.capture import capture
 from stagekit.testing import run_local
 
@@ -139,3 +139,38 @@ def test_a_batch_folded_into_the_sequence_stays_exact_for_other_sizes() -> None:
         tokens = torch.randint(9, (rows, length))
         expected = model(tokens).square().mean().item()
         assert run_local(pipe, tokens, target=torch.zeros(rows)).loss == pytest.approx(expected, rel=1e-5)
+
+
+class Positions(nn.Module):
+    """Looks positions up in a table, shifted by two as OPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, 4), nn.Embedding(12, 4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0) + 2
+        return self.head(self.tokens(tokens) + self.positions(positions))
+
+
+def test_a_sequence_beyond_looked_up_positions_is_refused_before_it_runs() -> None:
+    pipe = pipe_of(Positions, 6)
+    run_local(pipe, torch.randint(9, (4, 10)), target=torch.zeros(4))
+    with pytest.raises(ShapeError, match=r"has size 11 in dimension 1; the model was captured for 1\.\.10"):
+        run_local(pipe, torch.randint(9, (4, 11)), target=torch.zeros(4))
+
+
+def test_a_failing_stage_names_the_users_line() -> None:
+    pipe = stagekit.pipeline(
+        Positions,
+        args=(torch.zeros(2, 6, dtype=torch.int64),),
+        loss_fn=lambda output, target: output.square().mean(),
+        stages=2,
+        chunks=2,
+        split=["head"],
+    )
+    with pytest.raises(
+        StageError, match=rf'stage 0, .*IndexError.*in embedding.* at "{__file__}", line \d+, in forward'
+    ):
+        run_local(pipe, torch.full((4, 6), 99), target=torch.zeros(4))

@@ -78,24 +78,12 @@ def run(captured: Captured, case: Case, stages: int, at_nodes: list[str] | None)
     return run_local(pipe, *args, target=torch.zeros(ROWS * CHUNKS), **kwargs)
 
 
-def check(got: LocalResult, expected: plain.Result) -> None:
-    assert got.loss == pytest.approx(expected.loss, rel=1e-5)
-    gradients = {name: value for name, value in got.grads.items() if value is not None}
-    assert gradients.keys() == expected.gradients.keys()
-    largest = max(float(value.abs().max()) for value in expected.gradients.values())
-    for name, value in expected.gradients.items():
-        difference, size = float((gradients[name] - value).abs().max()), float(value.abs().max())
-        assert difference <= max(1e-5 * size, 1e-6 * largest), f"gradient of {name}: {difference} of {size}"
-    for name, value in expected.buffers.items():
-        assert torch.equal(got.buffers[name], value), f"buffer {name}"
-
-
 @pytest.mark.parametrize("name", LISTED)
 def test_a_model_cut_at_random_trains_as_the_unsplit_one(name: str) -> None:
     captured, expected = prepared(name, RATES[name])
     draw = random.Random(name)
     for stages in (2, 4):
-        check(run(captured, CASES[name], stages, random_cut(captured, stages, draw)), expected)
+        plain.compare(run(captured, CASES[name], stages, random_cut(captured, stages, draw)), expected)
 
 
 @pytest.mark.soak
@@ -108,7 +96,7 @@ def test_the_whole_product_of_models_cuts_stages_and_dropout(name: str, rate: fl
         rate = 0.0
     captured, expected = prepared(name, rate)
     at_nodes = None if cut == "balanced" else random_cut(captured, stages, random.Random(f"{name} {cut} {stages}"))
-    check(run(captured, CASES[name], stages, at_nodes), expected)
+    plain.compare(run(captured, CASES[name], stages, at_nodes), expected)
 
 
 def test_the_comparison_notices_a_wrong_seed() -> None:
@@ -120,4 +108,4 @@ def test_the_comparison_notices_a_wrong_seed() -> None:
     )
     args: Any = pytree.tree_map_only(Tensor, whole, case.args)
     with pytest.raises(AssertionError):
-        check(run_local(pipe, *args, target=torch.zeros(ROWS * CHUNKS)), expected)
+        plain.compare(run_local(pipe, *args, target=torch.zeros(ROWS * CHUNKS)), expected)

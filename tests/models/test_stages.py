@@ -123,3 +123,30 @@ def test_a_recapture_cuts_where_the_published_plan_says() -> None:
             b.buckets,
         )
     assert cut.spec.edges == repeated.spec.edges
+
+
+class UnreadBranch(nn.Module):
+    """A branch with parameters whose result nobody returns, computed before and after a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.unread = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.total: Tensor
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layers[0](x))
+        side = self.unread[0](h)
+        h = self.layers[2](torch.tanh(self.layers[1](h)))
+        self.total.add_(torch.tanh(self.unread[1](side)).detach().sum())
+        return self.layers[3](h)
+
+
+def test_parameters_that_no_output_depends_on_have_no_gradient_under_any_cut() -> None:
+    x = torch.randn(4, 8)
+    model = capture(UnreadBranch, (x,), seed=SEED)
+    for stages in (2, 4):
+        chain = Chain(model.cut("parameters", stages))
+        chain.backward(chain.forward((x,)).sum())
+        assert set(chain.gradients()) == {f"layers.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")}
