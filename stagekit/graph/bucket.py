@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stagekit.graph.bucket_dump import dump
 from stagekit.graph.bucket_fakes import fake_inputs, fake_outputs
+from stagekit.graph.bucket_spans import written_spans
 from stagekit.graph.buckets import BucketRule
 from stagekit.graph.pieces import Piece, pieces_of
 from stagekit.graph.randomness import reseed
@@ -92,12 +93,13 @@ def split(
     """
     rule = BucketRule(cap_bytes, first_cap_bytes)
     weights = parameter_weights(gm, example_inputs, ignored)
-    groups = group_nodes(gm.graph, weights, rule)
+    nodes = [node for node in gm.graph.nodes if node.op.startswith("call_")]
+    legal = legal_begins(gm.graph, written_spans(gm, example_inputs))
+    groups = group_nodes(gm.graph, weights, rule, legal=legal)
     report = Report(rule, tuple(BucketReport(g.size_bytes, g.parameters, len(g.nodes)) for g in reversed(groups)))
     parts = [Piece(group.nodes, False) for group in groups]
     if runs_eagerly is not None:
-        nodes = [node for node in gm.graph.nodes if node.op.startswith("call_")]
-        parts = pieces_of(nodes, legal_begins(gm.graph, nodes), [part.nodes for part in parts], runs_eagerly)
+        parts = pieces_of(nodes, legal, [part.nodes for part in parts], runs_eagerly)
     if len(parts) <= 1:
         if parts and parts[0].is_eager:
             compile_fn = as_it_is
@@ -190,14 +192,14 @@ def group_nodes(
     weights: Mapping[fx.Node, Weights],
     rule: BucketRule,
     *,
-    legal: Collection[int] | None = None,
+    legal: Collection[int],
 ) -> list[Group]:
     """Return the buckets in execution order; the walk is backward, so bucket 0 of the rule is the last one here.
 
-    `legal`: positions among the operations where a bucket may begin; by default wherever a graph can be parted.
+    `legal`: positions among the operations where a bucket may begin.
     """
     nodes = [node for node in graph.nodes if node.op.startswith("call_")]
-    legal = legal_begins(graph, nodes) if legal is None else {*legal, len(nodes)}
+    legal = {*legal, len(nodes)}
     groups: list[tuple[list[fx.Node], dict[str, int]]] = [([], {})]
     counted: set[str] = set()
     for position in range(len(nodes) - 1, -1, -1):
@@ -237,8 +239,12 @@ def _is_read(members: list[fx.Node]) -> bool:
     return any(user not in inside for node in members for user in node.users)
 
 
-def legal_begins(graph: fx.Graph, nodes: list[fx.Node]) -> set[int]:
-    """Return positions where a bucket may begin: no open region, no lone reseed, no tuple parted from its readers."""
+def legal_begins(graph: fx.Graph, held: Sequence[tuple[fx.Node, fx.Node]]) -> set[int]:
+    """Return positions where a bucket may begin: no open region, no lone reseed, no tuple parted from its readers.
+
+    `held`: first and last nodes of stretches that stay whole.
+    """
+    nodes = [node for node in graph.nodes if node.op.startswith("call_")]
     order = {node: i for i, node in enumerate(nodes)}
     blocked = [0] * (len(nodes) + 1)
     depth = 0
@@ -248,10 +254,13 @@ def legal_begins(graph: fx.Graph, nodes: list[fx.Node]) -> set[int]:
         if readers:
             blocked[i + 1] += 1
             blocked[max(readers) + 1] -= 1
-    tuples = 0
+    for first, last in held:
+        blocked[order[first] + 1] += 1
+        blocked[order[last] + 1] -= 1
+    inside = 0
     for i, node in enumerate(nodes):
-        tuples += blocked[i]
-        if depth == 0 and tuples == 0 and (i == 0 or nodes[i - 1].target is not reseed):
+        inside += blocked[i]
+        if depth == 0 and inside == 0 and (i == 0 or nodes[i - 1].target is not reseed):
             legal.add(i)
         depth += opens_region(node) - closes_region(node)
     return legal | {len(nodes)}

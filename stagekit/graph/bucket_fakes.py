@@ -60,3 +60,13 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     for child in module.modules():
         found += [value for value in vars(child).values() if isinstance(value, Tensor)]
     return found
+
+
+def fake_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    """Return what each node of `gm` gives on fake inputs; its real tensors stay untouched."""
+    mode, fakes = fake_inputs(example_inputs)
+    fake = _fake_copy(gm, mode)
+    interpreter = fx.Interpreter(fake, garbage_collect_values=False)
+    with mode, enable_python_dispatcher(), torch.random.fork_rng(devices=[]):
+        interpreter.run(*fakes)
+    return {node: interpreter.env.get(copied) for node, copied in zip(gm.graph.nodes, fake.graph.nodes, strict=True)}

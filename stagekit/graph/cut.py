@@ -15,7 +15,8 @@ import torch
 from torch import fx, nn
 
 from stagekit.errors import SplitError
-from stagekit.graph.bucket import Group, group_nodes
+from stagekit.graph.bucket import Group, group_nodes, legal_begins
+from stagekit.graph.bucket_spans import written_spans
 from stagekit.graph.buckets import BucketRule
 from stagekit.graph.choose import Choice, choose
 from stagekit.graph.layout import Layout, lay_out
@@ -181,7 +182,8 @@ def _bucket_specs(
         for node, state in zip(placeholders, stage.states, strict=False)
         if state.kind == "parameter" and state.name in sizes
     }
-    groups = group_nodes(stage.graph, weights, rule or BucketRule(1 << 62))
+    written = written_spans(fx.GraphModule(nn.Module(), stage.graph), ())
+    groups = group_nodes(stage.graph, weights, rule or BucketRule(1 << 62), legal=legal_begins(stage.graph, written))
     return _with_unread([g for g in reversed(groups) if g.parameters], sizes)
 
 

@@ -278,3 +278,157 @@ def test_the_dump_goes_only_into_the_named_folder(tmp_path: Path, monkeypatch: p
     assert names == ["bucket_0.txt", "bucket_1.txt", "final.txt", "original.txt", "report.txt", "split.txt"]
     assert "float32[2, 16]" in (tmp_path / "dump" / "bucket_0.txt").read_text()
     assert not list(working.iterdir())
+
+
+class Attributes(nn.Module):
+    """Parameters behind dots, a buffer and a plain tensor reached as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.ModuleDict({"deep": nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])})
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((16,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = self.inner["deep"]
+        x = F.linear(x, layers[0].weight, layers[0].bias) * self.scale
+        return F.linear(x, layers[1].weight, layers[1].bias)
+
+
+def test_dotted_attributes_are_counted_and_buffers_are_not() -> None:
+    module, compiler = Attributes(), Compiler()
+    x = torch.randn(2, 16)
+    result = split(traced(module), [x], cap_bytes=1, compile_fn=compiler)
+    assert [b.size_bytes for b in result.report.buckets] == [LAYER, LAYER]
+    assert result.report.buckets[0].parameters == ("inner.deep.1.weight", "inner.deep.1.bias")
+    assert torch.equal(result.module(x), module(x))
+
+
+def test_the_node_that_opens_a_bucket_counts_in_it() -> None:
+    result = split(traced(mlp(3)), [torch.randn(2, 16)], cap_bytes=LAYER + 1, compile_fn=Compiler())
+    assert [b.size_bytes for b in result.report.buckets] == [2 * LAYER, LAYER]
+
+
+class Unread(nn.Module):
+    """Its last operations make nothing that anyone needs; so do some in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.b(x)
+        y = self.c(x)
+        self.b(y)
+        return y
+
+
+def test_no_bucket_is_without_an_output_that_someone_needs() -> None:
+    module, compiler = Unread(), Compiler()
+    x = torch.randn(2, 16)
+    result = split(traced(module), [x], cap_bytes=1, compile_fn=compiler)
+    for graph in compiler.graphs:
+        assert next(node for node in graph.graph.nodes if node.op == "output").args[0]
+    assert sum(b.size_bytes for b in result.report.buckets) == 3 * LAYER
+    assert torch.equal(result.module(x), module(x))
+
+
+def test_batchnorm_statistics_move_once_per_call_in_training() -> None:
+    module = nn.Sequential(*list(convolutions())[:4], nn.BatchNorm2d(8))
+    plain = copy.deepcopy(module)
+    run = compiled(module, 1, "aot_eager")
+    for _ in range(2):
+        x = torch.randn(2, 3, 8, 8)
+        run(x)
+        plain(x)
+    for (name, got), expected in zip(module.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.allclose(got, expected, atol=1e-6), name
+    assert module[1].num_batches_tracked == 2
+
+
+class WritesAcross(nn.Module):
+    """Values made in one bucket are written in place in the next, where a view of them is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) * 1.0
+        view = x.view(-1)
+        x.add_(self.b(x).detach())
+        return self.c(x) + view.view(x.shape)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_value_written_in_another_bucket_is_seen_through_its_views(inner: str) -> None:
+    module = WritesAcross()
+    check_same(module, compiled(module, 1, inner), torch.randn(2, 16), exact=False)
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, *, options: dict[str, Tensor], factor: float = 2.0) -> dict[str, Any]:
+        hidden = self.a(x) * options["scale"] * factor
+        return {"hidden": hidden, "out": self.b(hidden), "same": x}
+
+
+def test_keywords_dicts_and_outputs_that_are_inputs_work_behind_torch_compile() -> None:
+    module = Keywords()
+    x, scale = torch.randn(2, 16), torch.randn(16)
+    got = compiled(module, 1, "aot_eager")(x, options={"scale": scale}, factor=3.0)
+    expected = module(x, options={"scale": scale}, factor=3.0)
+    assert got["same"] is x
+    assert all(torch.allclose(got[name], expected[name], atol=1e-6) for name in ("hidden", "out"))
+
+
+class AutocastInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.b(torch.relu(self.b(x)))
+        with torch.no_grad():
+            scale = self.c(x.float()).abs().mean()
+        return self.c(x.float()) * scale
+
+
+def test_regions_inside_the_net_stay_within_one_bucket() -> None:
+    module = AutocastInside()
+    x = torch.randn(2, 16)
+    run = compiled(module, 1, "aot_eager")
+    assert torch.allclose(run(x), module(x), atol=1e-2)
+    check_same(module, compiled(module, 1, "eager"), x)
+
+
+def test_ignored_parameters_are_those_that_ddp_was_told_to_ignore() -> None:
+    module, compiler = mlp(), Compiler()
+    for parameter in module[2].parameters():
+        parameter._ddp_ignored = True  # type: ignore[union-attr]
+    compiled(module, 2 * LAYER, compiler)(torch.randn(2, 16))
+    assert len(compiler.graphs) == 2
+    result = split(traced(module), [torch.randn(2, 16)], cap_bytes=2 * LAYER, compile_fn=Compiler())
+    assert sum(b.size_bytes for b in result.report.buckets) == 3 * LAYER
+
+
+def test_operations_that_must_run_eagerly_part_a_bucket() -> None:
+    module, compiler = mlp(2), Compiler()
+    gm = traced(module)
+    x = torch.randn(2, 16)
+    first_relu = next(node for node in gm.graph.nodes if str(node.target) == "1")
+    result = split(gm, [x], cap_bytes=10**6, compile_fn=compiler, runs_eagerly=lambda node: node is first_relu)
+    assert [sum(n.op == "call_module" for n in graph.graph.nodes) for graph in compiler.graphs] == [1, 2]
+    assert len(result.report.buckets) == 1
+    assert torch.equal(result.module(x), module(x))
