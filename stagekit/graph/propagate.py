@@ -64,6 +64,8 @@ def propagate(graph: fx.Graph, fakes: Mapping[str, Any], mode: FakeTensorMode) -
 
 
 def _edge_of(value: Tensor) -> tuple[Any, int]:
+    if value.grad_fn is None and value._is_view():  # a fake view taken under no_grad: nothing flows back through it
+        return None, 0
     edge = torch.autograd.graph.get_gradient_edge(value)
     return edge.node, edge.output_nr
 
