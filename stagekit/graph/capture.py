@@ -8,8 +8,6 @@ stagekit.api, stagekit.describe and workers.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,8 @@ from stagekit.errors import CaptureError, ShapeError
 from stagekit.graph.aliasing import clone_written_inputs, functionalise, snapshot_buffers
 from stagekit.graph.build import Start, ValueSource, named_tensors, open_model
 from stagekit.graph.export import Exported, export_model
-from stagekit.graph.functions import traits_of
+from stagekit.graph.fingerprint import graph_hash
+from stagekit.graph.limits import table_limits
 from stagekit.graph.normalise import drop_dead_code, normalise
 from stagekit.graph.propagate import line_of, propagate
 from stagekit.graph.refusals import unwrapped
@@ -214,6 +213,7 @@ def _captured(
     _check_constants({k: v for k, v in exported.constants.items() if k not in dict(named_tensors(skeleton))})
     table = symbol_table(in_order, [leaf.value for leaf in leaves], split_dims, exported.range_constraints)
     _check_symbols(graph, table)
+    table = table.with_maximum(table_limits(graph, table))
     storages = _settle(graph, origins, fakes, mode)
     inputs = tuple(
         GraphInput(leaf.name, table.spec(fake), split_dim)
@@ -223,6 +223,7 @@ def _captured(
     )
     out_tree = exported.call_spec.out_spec
     tensors = dict(named_tensors(skeleton))
+    lifted = {k: v for k, v in exported.constants.items() if isinstance(v, Tensor) and k not in tensors}
     return Captured(
         graph=graph,
         origins=origins,
@@ -235,13 +236,18 @@ def _captured(
         buffers=frozenset(name for name, _ in skeleton.named_buffers(remove_duplicate=False)),
         persistent=frozenset(skeleton.state_dict(keep_vars=True)),
         source=source,
-        lifted={k: v for k, v in exported.constants.items() if isinstance(v, Tensor) and k not in tensors},
+        lifted=lifted,
         in_tree=in_tree,
         out_tree=out_tree,
         mode=mode,
         device=device,
         training=training,
-        graph_hash=_hash(graph, inputs, device, module),
+        graph_hash=graph_hash(
+            graph,
+            (inputs, table.symbols, device, training, aliases, str(out_tree)),
+            {**tensors, **lifted},
+            [type(child).__module__ for child in module.modules()],
+        ),
         self_check="none (not asked for)",
         module=module,
     )
@@ -337,16 +343,3 @@ def _check_constants(lifted: Mapping[str, Any]) -> None:
                 f"forward uses a tensor ({name}, shape {tuple(value.shape)}) that it computed where the capture does not "
                 "see it; compute it with torch functions in forward, or register it as a buffer"
             )
-
-
-def _hash(graph: fx.Graph, inputs: tuple[GraphInput, ...], device: str, module: nn.Module) -> str:
-    """Return a digest that is equal wherever the same versions capture the same model for the same device type."""
-    digest = hashlib.sha256()
-    packages = {type(child).__module__.partition(".")[0] for child in module.modules()} - {"torch", "stagekit"}
-    versions = sorted((name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in packages)
-    digest.update(repr((torch.__version__, versions, device, inputs)).encode())
-    for node in graph.nodes:
-        traits = traits_of(node.target)
-        target = f"{node.target.__module__}.{node.target.__qualname__} {traits.digest}" if traits else node.target
-        digest.update(f"{node.name}|{target}|{node.args}|{node.kwargs}|{node.meta.get('context')}\n".encode())
-    return digest.hexdigest()[:32]

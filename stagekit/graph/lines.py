@@ -5,6 +5,7 @@ Used by graph.export, graph.functions and graph.refusals; the lines of captured 
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
+_PYTHON = sysconfig.get_path("stdlib")
 
 
 def line_of_error(error: BaseException) -> str:
@@ -26,7 +28,9 @@ def line_here() -> str:
 
 
 def is_ours(filename: str) -> bool:
-    """Tell whether a frame belongs to torch or to stagekit.graph instead of to the user or a model library."""
+    """Tell whether a frame belongs to Python, torch or stagekit.graph instead of to the user or a model library."""
+    if filename.startswith(_PYTHON) and "site-packages" not in filename:
+        return True
     return filename.startswith((_TORCH, _OURS, "<"))
 
 

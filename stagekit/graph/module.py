@@ -17,6 +17,7 @@ from stagekit.graph.bucket import split
 from stagekit.graph.buckets import BucketRule
 from stagekit.graph.build import named_tensors
 from stagekit.graph.compilers import AUTO, check_backend, compile_problem
+from stagekit.graph.failures import note_line
 from stagekit.graph.functions import traits_of
 from stagekit.graph.randomness import functional_dropout
 from stagekit.graph.stages import StageGraph, stage_fakes
@@ -104,10 +105,14 @@ class StageModule(nn.Module):
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Return the stage's outputs; inputs are never mutated, and no output aliases one."""
         states = [held[name] for held, name in self._slots]
-        if not self._has_regions:
-            return self._run(*inputs, *states, *self._seed_base)
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # an exception inside a no_grad region leaves it
-            return self._run(*inputs, *states, *self._seed_base)
+        try:
+            if not self._has_regions:
+                return self._run(*inputs, *states, *self._seed_base)
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # an exception inside a no_grad region leaves it
+                return self._run(*inputs, *states, *self._seed_base)
+        except Exception as error:
+            note_line(error)
+            raise
 
 
 def make_stage_module(

@@ -32,6 +32,14 @@ class SymbolTable:
         changed = (replace(symbol, minimum=minimum[symbol.name]) for symbol in self.symbols)
         return SymbolTable(self.names, tuple(changed))
 
+    def with_maximum(self, maximum: Mapping[str, int]) -> SymbolTable:
+        """Return the same table with other largest sizes where they are smaller, by our names."""
+        changed = []
+        for symbol in self.symbols:
+            limits = [limit for limit in (symbol.maximum, maximum.get(symbol.name)) if limit is not None]
+            changed.append(replace(symbol, maximum=min(limits)) if limits else symbol)
+        return SymbolTable(self.names, tuple(changed))
+
     def dim(self, size: Any) -> Dim:
         """Return a size of a fake tensor as an int or an expression over our names."""
         if isinstance(size, int):

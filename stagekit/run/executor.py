@@ -146,7 +146,7 @@ class Executor:
         action = self.recorder.actions[index]
         raise StageError(
             f"rank {self._placement.rank}, stage {action.stage}, chunk {action.chunk}, {action.op}: "
-            f"{type(error).__name__}: {error}",
+            f"{' '.join([f'{type(error).__name__}: {error}', *getattr(error, '__notes__', ())])}",
             rank=self._placement.rank,
             stage=action.stage,
             chunk=action.chunk,

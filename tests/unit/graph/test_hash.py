@@ -1,0 +1,92 @@
+"""The graph hash is the same in every process and differs as soon as anything of the model differs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from stagekit.graph.capture import capture
+from stagekit.graph.fingerprint import graph_hash
+
+
+class Scaled(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return 2 * ctx.factor * grad, None
+
+
+class Model(nn.Module):
+    """Has constants of every kind: an argument, a tensor made in forward, one of a custom Function's."""
+
+    def __init__(self, width: int = 8, power: float = 2.0, table: float = 1.0, factor: float = 3.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, width), nn.Linear(width, 4)
+        self.power, self.table, self.factor = power, table, factor
+
+    def forward(self, x: Tensor, options: dict[str, Tensor]) -> dict[str, Tensor]:
+        h = self.first(x).pow(self.power) * torch.tensor([self.table])
+        h = Scaled.apply(h, self.factor)
+        return {name: self.second(h) * value for name, value in options.items()}
+
+
+def inputs() -> tuple[Any, ...]:
+    return torch.ones(3, 4), {"a": torch.ones(3, 1), "b": torch.ones(3, 1)}
+
+
+def hash_of(model: nn.Module, **more: Any) -> str:
+    return capture(model, inputs(), check=False, **more).graph_hash
+
+
+def test_the_hash_is_equal_in_other_processes_whatever_their_hash_seed() -> None:
+    code = "from test_hash import *; print(hash_of(Model()))"
+    here = Path(__file__).parent
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=here,
+            env=os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    hashes = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert len(hashes[0]) == 32
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("change", [{"width": 12}, {"power": 3.0}, {"table": 2.0}, {"factor": 4.0}])
+def test_another_configuration_has_another_hash(change: dict[str, Any]) -> None:
+    assert hash_of(Model(**change)) != hash_of(Model())
+
+
+def test_another_dtype_or_mode_or_frozen_parameter_has_another_hash() -> None:
+    plain = hash_of(Model())
+    frozen = Model()
+    frozen.second.bias.requires_grad_(False)
+    halved = capture(Model().bfloat16(), (inputs()[0].bfloat16(), inputs()[1]), check=False).graph_hash
+    hashes = {plain, halved, hash_of(frozen), hash_of(Model(), training=False)}
+    assert len(hashes) == 4
+
+
+def test_the_versions_of_the_models_packages_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = capture(Model(), inputs(), check=False).graph
+    sources = ["hypothesis.nothing"]
+    before = graph_hash(graph, (), {}, sources)
+    import hypothesis
+
+    monkeypatch.setattr(hypothesis, "__version__", "0")
+    assert graph_hash(graph, (), {}, sources) != before
