@@ -35,8 +35,8 @@ Model = tuple[nn.Module, tuple[Any, ...]]
 
 
 def language_model() -> Model:
-    """A GPT of four layers."""
-    program = gpt.Program(layers=4, width=192, heads=4, sequence=128, batch=16)
+    """A GPT of two layers."""
+    program = gpt.Program(layers=2, width=192, heads=4, sequence=128, batch=16)
     return program.build_model(), program.example_inputs()[0]
 
 
@@ -151,7 +151,7 @@ def main() -> int:
     keep_freed_memory()
     machine = hardware()
     names = [options.model] if options.model else list(MODELS)
-    rows = [measure_model(name, 30 if options.quick else 200) for name in names]
+    rows = [measure_model(name, 15 if options.quick else 60) for name in names]
     print(report(rows))
     if not options.no_file:
         document = {
