@@ -26,6 +26,7 @@ from stagekit.program import Batch, ProgramDefaults
 from stagekit.rows import chunk_rows, share_of
 
 TASKS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SCHEDULES = ("constant", "linear", "cosine")
 _MASKED = 0.15  # of the tokens are predicted; 80 % of them masked, 10 % replaced, 10 % kept: BERT, Devlin et al. 2018
 
@@ -96,6 +97,8 @@ class Program(ProgramDefaults):
         """The folder's tokenizer."""
         from transformers import AutoTokenizer
 
+        if not any((self.folder / name).exists() for name in _TOKENIZER_FILES):  # it would make an empty one
+            raise UserError(f"{self.folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
         try:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except (OSError, ValueError, ImportError) as error:

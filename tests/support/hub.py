@@ -75,7 +75,15 @@ def config(kind: str, **changes: Any) -> Any:
         "llama": lambda: transformers.LlamaConfig(**{**sizes, **wide, **changes}),
         "bert": lambda: transformers.BertConfig(**{**sizes, **wide, **changes}),
         "t5": lambda: transformers.T5Config(
-            d_model=48, d_kv=24, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0, **sizes, **changes
+            d_model=48,
+            d_kv=24,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            **sizes,
+            **changes,
         ),
     }
     made = kinds[kind]()

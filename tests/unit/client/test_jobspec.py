@@ -157,3 +157,22 @@ def test_the_schema_that_editors_read_takes_what_people_write():
     for bad in ({"stages": 0}, {"stages": 1, "buckets": {"cap": "lots"}}, {"stages": 1, "chunk": 2}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(job | {"pipeline": bad}, schema)
+
+
+def test_start_values_survive_the_wire():
+    job = load(GOOD + "init: per_op\nweights: /data/llama\n")
+    proto = jobspec.to_proto(job, environ={})
+    assert jobspec.from_proto(proto) == job
+    assert (proto.init, proto.weights) == ("per_op", "/data/llama")
+    assert (load(GOOD).init, load(GOOD).weights) == ("auto", None)
+    assert 'weights: "llama" is no absolute path' in mistakes(GOOD + "weights: llama\n")
+    assert "init" in mistakes(GOOD + "init: drawn\n")
+
+
+def test_a_transformers_directory_is_absolute_or_inside_the_source():
+    program = "stagekit.examples.gpt:Program"
+    assert load(GOOD.replace(program, "hf:/data/llama")).program == "hf:/data/llama"
+    assert load(GOOD.replace(program, "hf:./model") + "source: .\n").program == "hf:./model"
+    told = mistakes(GOOD.replace(program, "hf:./model"))
+    assert "program hf:./model is relative" in told and "add `source: .`" in told
+    assert "hf:FOLDER" in mistakes(GOOD.replace(program, '"hf:"'))
