@@ -17,6 +17,8 @@ check: $(VENV)/dev.stamp
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python tests/bench/pipeline.py
+	$(BIN)/python tests/bench/partition.py
+	$(BIN)/python tests/bench/compile.py
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest tests -m soak
