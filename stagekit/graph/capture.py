@@ -174,7 +174,7 @@ def capture(
     model = unwrapped(model)
     leaves, in_tree = flatten_named(args, kwargs or {}, args_spec, kwargs_spec)
     split_dims = batch_dims(leaves)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(_generators(device_type), device_type=device_type if device_type != "cpu" else "cuda"):
         module, source = open_model(model, seed, start)
         exported = export_model(module, leaves, in_tree, split_dims, device_type, training)
         captured = _captured(exported, module, source, leaves, split_dims, in_tree, device_type, training)
@@ -183,6 +183,12 @@ def capture(
         verdict = self_check(captured, model, leaves, seed)
         symbols = captured.symbols.with_minimum(verdict.minimum)
         return dataclasses.replace(captured, self_check=verdict.kind, symbols=symbols)
+
+
+def _generators(device_type: str) -> list[int]:
+    """Return the devices whose generators a check may move."""
+    present = device_type != "cpu" and torch.get_device_module(device_type).is_available()
+    return list(range(torch.get_device_module(device_type).device_count())) if present else []
 
 
 def _supported(device: str) -> str:

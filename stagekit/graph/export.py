@@ -57,7 +57,10 @@ def export_model(
     """
     check_module(module)
     failure: Exception | None = None
+    values_matter = False
     for kept in ("all", "batch", "none"):
+        if values_matter and kept == "batch":
+            continue  # what looks at values may at most look at sizes made into tensors, which static ones settle
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
         skeleton = skeleton_of(module, mode, device, training)
         try:
@@ -70,9 +73,8 @@ def export_model(
         except CaptureError:
             raise
         except Exception as error:
-            failure = error
-            if is_about_values(error):
-                break
+            failure = failure or error
+            values_matter = values_matter or is_about_values(error)
             continue
         fakes = _mode_of(program)
         return Exported(program, fakes, skeleton, calls, _branches(fakes))

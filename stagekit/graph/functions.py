@@ -65,7 +65,10 @@ recorded = _Recorded()
 
 
 class FunctionRecorder:
-    """While entered, calls of custom Functions in an export are recorded; `calls` holds what each number stands for."""
+    """While entered, calls of custom Functions in an export are recorded; `calls` holds what each number stands for.
+
+    Outside of an export they run as they are, but reentrant checkpoints dissolve there too.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -90,11 +93,11 @@ class FunctionRecorder:
             _SingleLevelFunction.apply = self._before  # type: ignore[attr-defined]
 
     def _apply(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if cls is CheckpointFunction:
+            return _dissolved_checkpoint(*args)
         mode = torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
         if mode is None or kwargs:
             return _plain_apply(cls, *args, **kwargs)
-        if cls is CheckpointFunction:
-            return _dissolved_checkpoint(*args)
         return self._record(mode, cls, args)
 
     def _record(self, mode: ProxyTorchDispatchMode, cls: Any, args: tuple[Any, ...]) -> Any:

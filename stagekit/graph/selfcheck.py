@@ -1,8 +1,9 @@
 """Does the captured graph compute what the model computes? Asked once, when a plan is made, never on a worker.
 
-By values where four times the model's bytes fit into half of the free memory: outputs, every gradient by name and
-every buffer, on copies, from one seed. Else structurally: both must reach the same parameters on fake tensors, and no
-autograd node may be the user's own. Called by graph.capture.
+By values where four times the model's bytes fit into half of the free memory: outputs, every gradient by name, every
+buffer, and the outputs of a second call, on copies, from one seed. Else structurally, on fake tensors: each output has the
+same shape, dtype and reached parameters, and no custom autograd.Function is lost; values stay unchecked, and the plan says
+`self-check: structural`. Called by graph.capture.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from torch.utils import _pytree as pytree
 from stagekit.errors import CaptureError
 from stagekit.graph.build import build_for_real, named_tensors
 from stagekit.graph.copies import in_mode, skeleton_of, twin_of
+from stagekit.graph.draws import ConstantDraws
+from stagekit.graph.functions import FunctionRecorder
+from stagekit.graph.lines import line_of_error
 from stagekit.graph.propagate import entered
 from stagekit.graph.quirks import without_value_checks
 from stagekit.graph.specs import Leaf
@@ -28,7 +32,7 @@ from stagekit.plan.contract import Symbol
 if TYPE_CHECKING:
     from stagekit.graph.capture import Captured
 
-_DISSOLVED = {"CheckpointFunctionBackward"}  # recomputing is left to the runtime
+_FLOOR = 1e-6  # of the model's largest gradient: a bias before BatchNorm has a gradient of rounding errors only
 _RELATIVE = 1e-4  # of a tensor's largest element: functional twins and cleared strides may change sums slightly
 
 
@@ -110,18 +114,34 @@ def _check_values(captured: Captured, reference: nn.Module, given: list[Any], se
     """Compare outputs, gradients and buffers of `reference`, which is used up, and of the graph on its tensors."""
     twin = twin_of(reference)
     values = [_copy_input(value, captured.device) for value in given]
-    args, kwargs = pytree.tree_unflatten([_copy_input(v, captured.device) for v in values], captured.in_tree)
+    inputs = [_copy_input(v, captured.device) for v in values]
+    args, kwargs = pytree.tree_unflatten(inputs, captured.in_tree)
     torch.manual_seed(seed)
-    expected = pytree.tree_leaves(reference(*args, **kwargs))
+    try:
+        expected = pytree.tree_leaves(reference(*args, **kwargs))
+    except Exception as error:
+        raise CaptureError(
+            f"the model itself fails on the example inputs{line_of_error(error)}: {type(error).__name__}: {error}"
+        ) from error
     torch.manual_seed(seed)
     got = run_flat(captured, dict(named_tensors(twin)), values)
     _compare("output", dict(enumerate(expected)), dict(enumerate(got)))
     _backward(expected)
     _backward(got)
     gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (reference, twin)]
-    _compare("gradient of", *gradients)
+    floor = _FLOOR * max((_largest(gradient) for gradient in gradients[0].values()), default=0.0)
+    _compare("gradient of", gradients[0], gradients[1], floor)
+    _compare("gradient of", _input_gradients(captured, inputs), _input_gradients(captured, values))
     _compare("buffer", dict(reference.named_buffers()), dict(twin.named_buffers()))
     _check_again(captured, reference, twin, values, seed)
+
+
+def _input_gradients(captured: Captured, leaves: list[Any]) -> dict[str, Any]:
+    return {
+        given.name: leaf.grad
+        for given, leaf in zip(captured.inputs, leaves, strict=True)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    }
 
 
 def _check_again(captured: Captured, reference: nn.Module, twin: nn.Module, given: list[Any], seed: int) -> None:
@@ -186,12 +206,14 @@ def _backward(outputs: list[Any]) -> None:
         torch.autograd.backward(reached, cotangents)
 
 
-def _compare(what: str, expected: dict[Any, Any], got: dict[Any, Any]) -> None:
+def _compare(what: str, expected: dict[Any, Any], got: dict[Any, Any], floor: float = 0.0) -> None:
+    """Compare by name: a difference counts beyond a fraction of a tensor's largest element, and beyond `floor`."""
     for name, value in expected.items():
         other = got.get(name)
         if isinstance(value, Tensor) and isinstance(other, Tensor):
-            a, b = value.detach().double(), other.detach().double()
-            limit = _RELATIVE * max(float(a.abs().nan_to_num(posinf=0, neginf=0).max()) if a.numel() else 0.0, 1e-6)
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            a, b = value.detach().to(wide), other.detach().to(wide)
+            limit = max(_RELATIVE * _largest(value), floor)
             if a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True):
                 continue
             text = f"differs by {float((a - b).abs().max()):.3g}" if a.shape == b.shape else "has another shape"
@@ -203,6 +225,13 @@ def _compare(what: str, expected: dict[Any, Any], got: dict[Any, Any]) -> None:
             f"the capture does not compute what the model computes: {what} {name} {text}; look for a custom "
             "autograd.Function, values read with .item(), or state kept outside of parameters and buffers"
         )
+
+
+def _largest(value: Any) -> float:
+    """Return the largest finite magnitude in a tensor, 0 for anything else."""
+    if not isinstance(value, Tensor) or not value.numel():
+        return 0.0
+    return float(value.detach().abs().double().nan_to_num(posinf=0, neginf=0).max())
 
 
 def _word(value: Any) -> str:
@@ -220,21 +249,37 @@ def check_structure(captured: Captured, leaves: list[Leaf]) -> None:
             for v in (leaf.value for leaf in leaves)
         ]
         args, kwargs = pytree.tree_unflatten(values, captured.in_tree)
-        with without_value_checks():
-            expected, foreign = _reached(pytree.tree_leaves(skeleton(*args, **kwargs)))
+        with without_value_checks(), ConstantDraws(), FunctionRecorder(skeleton):
+            expected = pytree.tree_leaves(skeleton(*args, **kwargs))
         lifted = {name: captured.mode.from_tensor(t) for name, t in captured.lifted.items()}
-        tensors = dict(named_tensors(skeleton))
-        got, kept = _reached(run_flat(captured, {**lifted, **tensors}, values))
-    lost = foreign - kept
+        got = run_flat(captured, {**lifted, **dict(named_tensors(skeleton))}, values)
+    lost = _reached(expected)[1] - _reached(got)[1]
     if lost:
         raise CaptureError(
             f"{', '.join(sorted(lost))}: a custom autograd.Function that the capture does not hold; its backward would "
             "be lost"
         )
     names = {id(p): name for name, p in skeleton.named_parameters()}
-    if expected != got:
-        first = min(names.get(i, "an input") for i in expected ^ got)
-        raise CaptureError(f"the model and its capture do not reach the same parameters; the first one is {first}")
+    if len(expected) != len(got):
+        raise CaptureError(f"the model returns {len(expected)} values, its capture {len(got)}")
+    for index, (theirs, ours) in enumerate(zip(expected, got, strict=True)):
+        _compare_structure(index, theirs, ours, names)
+
+
+def _compare_structure(index: int, theirs: Any, ours: Any, names: Mapping[int, str]) -> None:
+    """Compare output number `index`: what it is, and which parameters its gradient reaches."""
+    shown = [(tuple(t.shape), t.dtype, t.requires_grad) if isinstance(t, Tensor) else t for t in (theirs, ours)]
+    if shown[0] != shown[1]:
+        raise CaptureError(
+            f"the capture does not compute what the model computes: output {index} is {shown[1]} instead of {shown[0]} "
+            "(shape, dtype, has a gradient)"
+        )
+    difference = _reached([theirs])[0] ^ _reached([ours])[0]
+    if difference:
+        first = min(names.get(i, "an input") for i in difference)
+        raise CaptureError(
+            f"the model and its capture do not reach the same parameters from output {index}; the first one is {first}"
+        )
 
 
 def _reached(outputs: list[Any]) -> tuple[set[int], Counter[str]]:
@@ -248,7 +293,7 @@ def _reached(outputs: list[Any]) -> tuple[set[int], Counter[str]]:
         if node in seen:
             continue
         seen.add(node)
-        if issubclass(type(node), torch.autograd.function.BackwardCFunction) and node.name() not in _DISSOLVED:
+        if issubclass(type(node), torch.autograd.function.BackwardCFunction):
             foreign[node.name()] += 1
         if hasattr(node, "variable"):
             found.add(id(node.variable))
