@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from stagekit.errors import CaptureError, UserError
+from stagekit.graph.loose import give_values_to_the_rest
 from stagekit.graph.recorder import Draws, InitRecorder, NeedsExactDraws, NeedsRealBuild
 from stagekit.graph.replay import Address, replay
 
@@ -164,6 +165,7 @@ def _open_constructor(build_model: Callable[[], nn.Module], seed: int, start: St
         try:
             module, recorder = _record(build_model, seed, draws)
             source: ValueSource = RecordedValues(recorder, module)
+            give_values_to_the_rest(recorder, dict(named_tensors(module)), module)
             if not start.init and draws is not Draws.PER_OP and _numel(module) > STREAM_LIMIT:
                 module, source = _open_constructor(build_model, seed, Start("per_op", lock_dir=start.lock_dir))
                 source.note += f"; chosen because the model has more than {STREAM_LIMIT // 10**9} billion parameters"

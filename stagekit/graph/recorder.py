@@ -144,6 +144,10 @@ class InitRecorder(TorchDispatchMode):
         """Tell whether `tensor` holds here what replay will give."""
         return not _IS_META(tensor) and self._keys.get(tensor.untyped_storage()._cdata) not in self._stale
 
+    def lacks_values(self, tensor: Tensor) -> bool:
+        """Tell whether `tensor` was made here and does not hold what replay will give."""
+        return tensor.untyped_storage()._cdata in self._keys and not self.is_true(tensor)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +145,34 @@ def test_loaded_values_are_kept() -> None:
     assert torch.equal(taken["layer.weight"], values)
     assert taken["layer.weight"].data_ptr() != values.data_ptr()
     assert torch.equal(taken["other.weight"], build_for_real(build, 0).other.weight)
+
+
+@functools.cache
+def _cached_table() -> Tensor:
+    return torch.outer(torch.arange(100.0), torch.rand(90))
+
+
+def test_tensors_outside_of_the_modules_names_have_their_values_after_recording() -> None:
+    def build() -> nn.Module:
+        def fill(module: nn.Module) -> None:
+            module.layer = nn.Linear(90, 100)
+            module.register_buffer("table", _cached_table())
+            module.listed = [torch.rand(5), torch.rand(9000), module.layer.weight]
+
+        return Made(fill)
+
+    _cached_table.cache_clear()
+    real = build_for_real(build, seed=3)
+    expected = _cached_table()
+    _cached_table.cache_clear()
+    module, source = open_model(build, seed=3)
+    assert torch.equal(source.take(["table"])["table"], expected)
+    assert torch.equal(_cached_table(), expected), "the next build of the class finds it in its cache"
+    assert torch.equal(module.listed[0], real.listed[0])
+    assert torch.equal(module.listed[1], real.listed[1])
+    assert module.listed[2] is module.layer.weight
+    _, again = open_model(build, seed=4)
+    assert torch.equal(again.take(["table"])["table"], expected)
 
 
 def test_a_given_module_is_copied_as_it_is_now() -> None:
