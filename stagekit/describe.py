@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stagekit.api import capture_model, plan_pipeline
-from stagekit.errors import ScheduleError, SplitError, StagekitError
+from stagekit.errors import ScheduleError, SplitError, StagekitError, WeightsError
 from stagekit.graph.compilers import check_backend
 from stagekit.load import load_program
 from stagekit.run.allocator import keep_freed_memory
@@ -61,7 +61,11 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
 
 
 # Which field of the job file an error is about.
-_FIELDS: dict[type[Exception], str] = {SplitError: "pipeline.split", ScheduleError: "pipeline.schedule"}
+_FIELDS: dict[type[Exception], str] = {
+    SplitError: "pipeline.split",
+    ScheduleError: "pipeline.schedule",
+    WeightsError: "weights",
+}
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -71,10 +75,13 @@ def failure(error: BaseException) -> dict[str, Any]:
     own = [f for f in frames if not f.filename.startswith(here) and os.sep + "torch" + os.sep not in f.filename]
     own = [f for f in own if not f.filename.startswith("<")]
     text = str(error) if isinstance(error, StagekitError) else f"{type(error).__name__}: {error}"
+    field = next((name for kind, name in _FIELDS.items() if isinstance(error, kind)), "program")
+    if isinstance(error, WeightsError) and "is not there" in text:
+        text += "; where only the nodes have it, pipectl submit --no-check leaves this to them"
     return {
         "ok": False,
-        "field": next((name for kind, name in _FIELDS.items() if isinstance(error, kind)), "program"),
-        "error": text,
+        "field": field,
+        "error": text.removeprefix(f"{field}: "),
         "where": f"{own[-1].filename}:{own[-1].lineno}" if own else "",
         "traceback": "".join(traceback.format_exception(error)),
     }

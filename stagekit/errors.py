@@ -5,6 +5,7 @@ StagekitError
 │   ├── CaptureError    the model can't be captured, or its capture differs from it
 │   ├── SplitError      it can't be cut as asked
 │   ├── ScheduleError   the action lists are no valid schedule (carries the grid)
+│   ├── WeightsError    start weights that are not there, damaged, or another model's
 │   └── ShapeError      a batch that the captured pipeline can't take
 ├── StageError          user code or a kernel raised inside a stage: names rank, stage, chunk, op
 ├── PeerError           a neighbour died or went silent: this rank is a victim
@@ -32,6 +33,10 @@ class SplitError(UserError):
 
 class ScheduleError(UserError):
     """An action list that is not a valid schedule; the text shows the rank × step grid."""
+
+
+class WeightsError(UserError):
+    """Start weights that can't be read, or don't fit the model."""
 
 
 class ShapeError(UserError):

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stagekit.errors import UserError
+from stagekit.errors import WeightsError
 
 INDEX_ENDS = ".safetensors.index.json"
 MANIFEST = "MANIFEST.json"
@@ -38,7 +38,7 @@ class StoredTensor:
         return self.dtype.startswith(("F", "BF"))
 
     def read(self) -> Tensor:
-        """Return a copy of the tensor; nothing of the file stays mapped. Raises UserError for a damaged file."""
+        """Return a copy of the tensor; nothing of the file stays mapped. Raises WeightsError for a damaged file."""
         try:
             with safe_open(self.file, framework="pt") as opened:
                 tensor: Tensor = opened.get_tensor(self.key).clone()
@@ -57,19 +57,19 @@ class Stored:
 
 
 def find(path: Path) -> Stored:
-    """Return what `path` holds, having read headers only. Raises UserError: not there, no weights, damaged, a pickle."""
+    """Return what `path` holds, having read headers only. Raises WeightsError: not there, no weights, damaged, a pickle."""
     here = f"on this node ({socket.gethostname()})"
     try:
         if path.is_dir():
             return _find_in_folder(path)
         if not path.exists():
-            raise UserError(f"weights: {path} is not there {here}; every node needs it under the same path")
+            raise WeightsError(f"weights: {path} is not there {here}; every node needs it under the same path")
         if path.name.endswith(INDEX_ENDS):
             return _sharded(path)
         if path.suffix == ".safetensors":
             return Stored(path, _in_file(path), {})
     except OSError as error:
-        raise UserError(f"weights: can't read {path} {here}: {error.strerror or error}") from error
+        raise WeightsError(f"weights: can't read {path} {here}: {error.strerror or error}") from error
     raise _no_weights(path, [path])
 
 
@@ -86,10 +86,14 @@ def _find_in_folder(folder: Path) -> Stored:
         return Stored(folder, _in_file(files[0]), {})
     if files:
         names = ", ".join(file.name for file in files[:4])
-        raise UserError(f"weights: {folder} holds {len(files)} files ({names}, …) and no *{INDEX_ENDS}; name one file")
+        raise WeightsError(
+            f"weights: {folder} holds {len(files)} files ({names}, …) and no *{INDEX_ENDS}; name one file"
+        )
     steps = sorted(folder.glob(f"step_*/{MANIFEST}"), key=lambda file: _step_of(file.parent))
     if steps:
-        raise UserError(f"weights: {folder} holds {len(steps)} checkpoints; name one, the last is {steps[-1].parent}")
+        raise WeightsError(
+            f"weights: {folder} holds {len(steps)} checkpoints; name one, the last is {steps[-1].parent}"
+        )
     raise _no_weights(folder, sorted(folder.iterdir()))
 
 
@@ -97,16 +101,16 @@ def _step_of(folder: Path) -> tuple[int, ...]:
     return tuple(int(part) for part in folder.name.removeprefix("step_").split(".") if part.isdigit())
 
 
-def _no_weights(path: Path, files: list[Path]) -> UserError:
+def _no_weights(path: Path, files: list[Path]) -> WeightsError:
     pickles = [file.name for file in files if file.suffix in _PICKLES]
     if pickles:
-        return UserError(
+        return WeightsError(
             f"weights: {path} holds weights as a pickle ({pickles[0]}), which can run code and is not opened; convert it "
             "once: a transformers model by AutoModel….from_pretrained(folder).save_pretrained(folder), a state dict by "
             'safetensors.torch.save_file(torch.load("…", weights_only=True), "model.safetensors")'
         )
     names = ", ".join(file.name for file in files[:5]) or "nothing"
-    return UserError(
+    return WeightsError(
         f"weights: {path} is no *.safetensors file, index or checkpoint and holds none (there: {names}); "
         "name a safetensors file, a Hugging Face directory, or a checkpoint folder (step_…)"
     )
@@ -127,18 +131,18 @@ def _in_file(file: Path) -> dict[str, StoredTensor]:
 def _sharded(index: Path) -> Stored:
     weight_map = _json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"weights: {index} has no weight_map; is it the index of a sharded model?")
+        raise WeightsError(f"weights: {index} has no weight_map; is it the index of a sharded model?")
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(set(map(str, weight_map.values()))):
         shard = index.parent / name
         if shard.resolve().parent != index.parent.resolve() and not shard.is_symlink():
-            raise UserError(f"weights: {index} names {name}, which is outside of its folder")
+            raise WeightsError(f"weights: {index} names {name}, which is outside of its folder")
         if not shard.exists():
-            raise UserError(f"weights: {index.name} names {name}, which is not in {index.parent}; download it again")
+            raise WeightsError(f"weights: {index.name} names {name}, which is not in {index.parent}; download it again")
         tensors |= _in_file(shard)
     lost = sorted(set(weight_map) - set(tensors))
     if lost:
-        raise UserError(f"weights: {index.name} names {lost[0]} in {weight_map[lost[0]]}, but the file lacks it")
+        raise WeightsError(f"weights: {index.name} names {lost[0]} in {weight_map[lost[0]]}, but the file lacks it")
     return Stored(index.parent, tensors, {})
 
 
@@ -150,7 +154,7 @@ def _checkpoint(folder: Path) -> Stored:
             continue
         shard = folder / name
         if not shard.exists() or shard.stat().st_size != facts["size_bytes"]:
-            raise UserError(f"weights: {shard} is missing or damaged; use an earlier checkpoint")
+            raise WeightsError(f"weights: {shard} is missing or damaged; use an earlier checkpoint")
         tensors |= _in_file(shard)
     return Stored(folder, tensors, dict(manifest.get("aliases", ())))
 
@@ -161,11 +165,11 @@ def _json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _damaged(file, error) from error
     if not isinstance(document, dict):
-        raise UserError(f"weights: {file} is no JSON object")
+        raise WeightsError(f"weights: {file} is no JSON object")
     return document
 
 
-def _damaged(file: Path, error: Exception) -> UserError:
-    return UserError(
+def _damaged(file: Path, error: Exception) -> WeightsError:
+    return WeightsError(
         f"weights: {file} on {socket.gethostname()} is damaged ({str(error).splitlines()[0]}); copy or download it again"
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stagekit.errors import UserError
+from stagekit.errors import WeightsError
 from stagekit.graph.weight_files import StoredTensor
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -68,7 +68,7 @@ class JoinedTensor:
             results = converter.convert(self.name, model=self.module, config=getattr(self.module, "config", None))
             result = results[self.name]
         except Exception as error:
-            raise UserError(
+            raise WeightsError(
                 f"weights: {self.name} can't be joined out of {len(self.parts)} stored tensors ({self.key}, …): "
                 f"{type(error).__name__}: {error}"
             ) from error
@@ -103,7 +103,7 @@ def transformers_names(
         if pattern is None:
             names[key] = name
         elif len(by_pattern[pattern].target_patterns) > 1:
-            raise UserError(
+            raise WeightsError(
                 f"weights: {key} holds several tensors of {type(module).__name__} in one; save the model's own tensors "
                 'once: safetensors.torch.save_model(model, "model.safetensors")'
             )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from stagekit.errors import UserError
+from stagekit.errors import WeightsError
 from stagekit.graph.weight_files import Stored, StoredTensor, find
 from stagekit.graph.weight_names import JoinedTensor, transformers_names
 
@@ -31,7 +31,7 @@ _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.co
 class WeightValues:
     """Values out of safetensors files; what they lack by right comes from `source`.
 
-    Raises UserError where names, shapes or kinds of numbers don't fit `module`, whose tensors may be on meta.
+    Raises WeightsError where names, shapes or kinds of numbers don't fit `module`, whose tensors may be on meta.
     """
 
     equals_build = False
@@ -63,7 +63,7 @@ class WeightValues:
         for name in names:
             owner = loaded.get(known[name].untyped_storage()._cdata) if name in known else None
             if owner is not None:
-                raise UserError(
+                raise WeightsError(
                     f"weights: {name} shares memory with {owner}, which is read from a file; compute it in forward() "
                     "instead of keeping it"
                 )
@@ -112,7 +112,7 @@ def _renamed(
             other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
             name = other if other in state else name
         if name in names:
-            raise UserError(
+            raise WeightsError(
                 f"weights: {stored.path} holds both {names[name]} and {key}, which are one tensor of the model"
             )
         names[name] = key
@@ -133,7 +133,7 @@ def _refuse_missing(
     missing = [n for n in state if n not in found and not any(re.search(p, n) for p in allowed)]
     if missing:
         unused = [key for name, key in keys.items() if name not in state]
-        raise UserError(
+        raise WeightsError(
             f"weights: {stored.path} lacks {len(missing)} of the {len(state)} tensors of {type(module).__name__}: "
             f"{_list(missing, unused)}; is it another model, or another class of it?"
         )
@@ -145,7 +145,7 @@ def _refuse_left_over(stored: Stored, module: nn.Module, state: Mapping[str, Ten
     left = [key for name, key in keys.items() if name not in state and name not in made]
     left = [key for key in left if not any(re.search(pattern, key) for pattern in allowed)]
     if left:
-        raise UserError(
+        raise WeightsError(
             f"weights: {stored.path} holds {len(left)} tensors that {type(module).__name__} does not have: "
             f"{_list(left, list(state))}; is it another model, or are there fewer layers here?"
         )
@@ -155,13 +155,13 @@ def _refuse_misfits(state: Mapping[str, Tensor], found: Mapping[str, StoredTenso
     for name, given in found.items():
         wanted = state[name]
         if given.shape != tuple(wanted.shape):
-            raise UserError(
+            raise WeightsError(
                 f"weights: {given.key} is {list(given.shape)} in {given.file}, but {list(wanted.shape)} in the model; "
                 "build the model with the sizes that were saved"
             )
         if given.is_floating != wanted.is_floating_point():
             kind = str(wanted.dtype).removeprefix("torch.")
-            raise UserError(f"weights: {given.key} is {given.dtype} in {given.file}, but {kind} in the model")
+            raise WeightsError(f"weights: {given.key} is {given.dtype} in {given.file}, but {kind} in the model")
 
 
 def _patterns(module: nn.Module, attribute: str) -> tuple[str, ...]:

@@ -224,6 +224,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         plan = pipe.plan
         (job.folder / "plan.json").write_text(plan.to_json())
         link.send("plan", plan=plan_summary(plan))
+        log.info("start_values", how=plan.model.start_values)
         store.set("expected", json.dumps({"bubble": plan.timeline.bubble, "step_s": plan.timeline.makespan}))
         nodes = [stage.first_node for stage in plan.model.stages]
         store.set("plan", json.dumps({"nodes": nodes, "fingerprint": plan.fingerprint}))

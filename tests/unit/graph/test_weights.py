@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stagekit.errors import UserError
+from stagekit.errors import WeightsError
 from stagekit.graph.build import Start, open_model
 from stagekit.graph.capture import capture
 from stagekit.graph.weight_files import StoredTensor
@@ -181,7 +181,7 @@ def _remove(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("case", MISFITS)
 def test_what_does_not_fit_is_refused_before_anything_starts(case: str, tmp_path: Path) -> None:
     make, expected = MISFITS[case]
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(WeightsError, match=expected):
         open_model(Tied, 0, Start(weights=make(tmp_path)))
 
 
@@ -193,7 +193,7 @@ def test_a_view_of_a_loaded_parameter_is_refused(tmp_path: Path) -> None:
             self.shown = self.layer.weight.detach()[:4]
 
     _, source = open_model(Viewing, 0, Start(weights=_single(tmp_path, nn.Sequential().state_dict() | _layer())))
-    with pytest.raises(UserError, match=r"shown shares memory with layer\.weight"):
+    with pytest.raises(WeightsError, match=r"shown shares memory with layer\.weight"):
         source.take(["shown"])
 
 
