@@ -42,7 +42,10 @@ def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
             f"{spec.name!r} is no job name: use 1 to 63 of a-z, 0-9, '-', '.', with a letter or digit at both ends",
         )
     if not PROGRAM.fullmatch(spec.program):
-        yield "program", f"{spec.program!r} is not of the form module:Class or hf:FOLDER, e.g. stagekit.examples.gpt:Program"
+        yield (
+            "program",
+            f"{spec.program!r} is not of the form module:Class or hf:FOLDER, e.g. stagekit.examples.gpt:Program",
+        )
     yield from _pipeline_violations(spec)
     if spec.steps < 1:
         yield "train.steps", f"is {spec.steps}; at least 1 step is needed"
