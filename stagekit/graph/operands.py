@@ -69,7 +69,7 @@ def _special(captured: Captured, node: fx.Node) -> Mapping[fx.Node, Any]:
         return {indices: _like(captured, indices, lambda shape: torch.randint(0, max(rows, 1), shape))}
     offsets = given.get("offs")
     if isinstance(offsets, fx.Node):  # grouped_mm: where each group ends
-        rows = captured.symbols.example(given["self"].meta["val"].size(-2))
+        rows = captured.symbols.example(node.args[0].meta["val"].size(-2))  # type: ignore[union-attr]
         return {offsets: _like(captured, offsets, lambda shape: (torch.arange(1, shape[0] + 1) * rows) // shape[0])}
     return {}
 
