@@ -3,6 +3,8 @@
 `python tests/bench/compile.py [--quick]` prints a table and writes tests/bench/results/<date>-compile.json. Both are
 compiled with inductor; the stages run one after the other and hand values on as a pipeline does. Steps alternate, on
 the thread's own clock; a ratio is of two steps that ran next to each other. Goal: median and minima at most 1.03.
+A stage more costs about 0.4 ms a chunk on a quiet machine, whatever it computes (the compiled function's wrappers,
+forward and backward), and one more pass over what crosses the cut, which no kernel fuses any longer.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ def language_model() -> Model:
 
 def convnet() -> Model:
     """Four residual blocks."""
-    layers = [nn.Conv2d(3, 16, 3, 1, 1), Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 32, 1)]
-    layers += [Residual(32, 64, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
-    return nn.Sequential(*layers), (torch.randn(8, 3, 48, 48),)
+    layers = [nn.Conv2d(3, 64, 3, 1, 1), Residual(64, 64, 1), Residual(64, 128, 2), Residual(128, 128, 1)]
+    layers += [Residual(128, 256, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)]
+    return nn.Sequential(*layers), (torch.randn(4, 3, 32, 32),)
 
 
 def perceptron() -> Model:

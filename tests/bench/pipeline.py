@@ -31,11 +31,11 @@ from stagekit.plan.lowering import routes_of
 from stagekit.plan.timeline import simulate
 from stagekit.run.runtime import StepResult
 from stagekit.testing import spawn
+from tests.bench.machine import RESULTS, hardware
 from tests.bench.sides import Ours, SleepStage, Torch, count_calls, tiny_stages
 
 SCHEDULES = ("1f1b", "gpipe")
 TINY_CHUNKS, SLEEP_CHUNKS = 32, 8
-RESULTS = Path(__file__).parent / "results"
 ROWS = {
     "wall": ("tiny stage, p=2, m=32, metrics on: step ÷ torch's (A/A: a second block of the same side)", "ratio"),
     "calls": ("Python and C calls per compute action above the bare stage, p=2, m=32, mean over ranks", "calls"),
@@ -202,20 +202,6 @@ def report(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _hardware() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    models = (
-        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "load_at_start": os.getloadavg()[0],
-    }
-
-
 def main() -> int:
     """Run every row; return 0 if the deterministic ones reached their goals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -223,7 +209,7 @@ def main() -> int:
     parser.add_argument("--no-file", action="store_true", help="print only")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    hardware = _hardware()
+    machine = hardware()
     rounds, steps, sleeps = (4, 4, 2) if options.quick else (20, 8, 12)
     pairs, fours = spawn(tiny, 2, rounds, steps, timeout_s=300.0), spawn(sleepy, 4, sleeps, timeout_s=300.0)
     rows = [row for schedule in SCHEDULES for row in tiny_rows(pairs, schedule) + sleepy_rows(fours, schedule)]
@@ -236,7 +222,7 @@ def main() -> int:
         document = {
             "date": datetime.date.today().isoformat(),
             "command": "python tests/bench/pipeline.py" + (" --quick" if options.quick else ""),
-            "hardware": hardware,
+            "hardware": machine,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "rows": rows,
         }
