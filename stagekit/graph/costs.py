@@ -90,7 +90,8 @@ def _measured(captured: Captured, kinds: Mapping[str, fx.Node]) -> dict[str, Sec
     """
     found: dict[str, list[Seconds]] = {kind: [] for kind in kinds}
     spent = dict.fromkeys(kinds, 0.0)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    devices = [torch.cuda.current_device()] if captured.device == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
         for _ in range(_PASSES):
             for kind, node in kinds.items():
                 if spent[kind] > _KIND_S:
