@@ -94,7 +94,7 @@ def test_mistakes_are_told_before_anything_starts(cluster, tmp_path):
     assert "no config.json on this node" in told(job(f"hf:{tmp_path}", data))
     assert "weights: /nowhere is not there on this node" in told(job(f"hf:{folder}", data, weights="/nowhere"))
     assert '"nowhere" is no absolute path' in told(job(f"hf:{folder}", data, weights="nowhere"))
-    assert "init: input should be 'auto', 'stream' or 'per_op'" in told(job(f"hf:{folder}", data, init="drawn"))
+    assert "init: Input should be 'auto', 'stream' or 'per_op'" in told(job(f"hf:{folder}", data, init="drawn"))
     other = hub.write_model(tmp_path / "other", "llama", num_hidden_layers=3)
     refused = told(job(f"hf:{other}", data, weights=str(folder)), "submit")
     assert "lacks 9 of the" in refused and "model.layers.2." in refused
