@@ -7,6 +7,7 @@ outputs and names are is decided in graph.capture, which calls this; flat graphs
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,15 @@ def _exported(
     ]
     shapes = _by_name(skeleton, pytree.tree_unflatten(hints, in_tree)) if any(symbolic) else None
     skeleton.register_forward_hook(lambda _, __, output: register_dataclasses(output))
-    with without_value_checks(), watched(), ConstantDraws(), FunctionRecorder(skeleton) as functions:
+    with (
+        warnings.catch_warnings(),
+        without_value_checks(),
+        watched(),
+        ConstantDraws(),
+        FunctionRecorder(skeleton) as functions,
+    ):
+        # of recurrent layers' own lists; what matters is found by the self-check's second call
+        warnings.filterwarnings("ignore", "The tensor attribute")
         program = torch.export.export(skeleton, fake_args, fake_kwargs, strict=False, dynamic_shapes=shapes)
     return program, tuple(functions.calls)
 

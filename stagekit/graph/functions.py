@@ -32,7 +32,6 @@ from stagekit.errors import CaptureError
 from stagekit.graph.build import named_tensors
 from stagekit.graph.lines import is_ours, line_here
 
-_gradients = torch.autograd.grad  # graph.refusals replaces it while a model is exported
 _Leaf = Tensor | torch.SymInt | torch.SymFloat | torch.SymBool
 
 
@@ -95,7 +94,7 @@ class FunctionRecorder:
     def _apply(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if cls is CheckpointFunction:
             return _dissolved_checkpoint(*args)
-        mode = torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
+        mode = _recording_mode()
         if mode is None or kwargs:
             return _plain_apply(cls, *args, **kwargs)
         return self._record(mode, cls, args)
@@ -118,6 +117,18 @@ class FunctionRecorder:
         with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             result = _plain_apply(cls, *args)
         return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+
+def _recording_mode() -> ProxyTorchDispatchMode | None:
+    mode: ProxyTorchDispatchMode | None = torch._ops._get_dispatch_mode_pre_dispatch(
+        torch._C._TorchDispatchModeKey.PROXY
+    )
+    return mode
+
+
+def is_recording() -> bool:
+    """Tell whether an export records the operations that run now: not those inside a custom Function."""
+    return _recording_mode() is not None
 
 
 def function_call(
@@ -221,7 +232,7 @@ def _dry_backward(watch: _Watch, roots: list[Tensor], wanted: list[Tensor]) -> N
     watch.known |= {_memory(tensor) for tensor in cotangents}
     try:
         with watch:
-            _gradients(roots, wanted, cotangents, allow_unused=True)
+            torch.autograd.grad(roots, wanted, cotangents, allow_unused=True)
     except CaptureError:
         raise
     except Exception:

@@ -24,6 +24,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 
 from stagekit.errors import CaptureError
+from stagekit.graph.functions import is_recording
 from stagekit.graph.lines import is_ours, line_here, line_of_error
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -129,17 +130,25 @@ def _source(error: BaseException) -> str:
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     """Refuse what would run once, at capture, and then be missing from the graph; restore everything after."""
-    replaced: list[tuple[Any, str, Any]] = [
-        (Tensor, "register_hook", _refuse_hook),
-        (Tensor, "register_post_accumulate_grad_hook", _refuse_hook),
-        (torch.autograd, "grad", _refuse_gradient),
-        (torch.autograd, "backward", _refuse_gradient),
+    hook = (
+        "a gradient hook is registered on a tensor",
+        "it would be lost: write an autograd.Function whose backward changes the gradient",
+    )
+    gradient = (
+        "gradients are computed inside forward",
+        "the capture does not see that: write the derivative out, or compute it in an autograd.Function",
+    )
+    replaced = [
+        (Tensor, "register_hook", hook),
+        (Tensor, "register_post_accumulate_grad_hook", hook),
+        (torch.autograd, "grad", gradient),
+        (torch.autograd, "backward", gradient),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     drawn = _foreign_generators()
     try:
-        for owner, name, replacement in replaced:
-            setattr(owner, name, replacement)
+        for (owner, name, words), (_, _, original) in zip(replaced, originals, strict=True):
+            setattr(owner, name, _refusing(original, *words))
         yield
     finally:
         for owner, name, original in originals:
@@ -153,18 +162,16 @@ def watched() -> Iterator[None]:
         )
 
 
-def _refuse_hook(tensor: Tensor, hook: Any) -> Any:
-    raise CaptureError(
-        f"a gradient hook is registered on a tensor{line_here()}; it would be lost: write an autograd.Function whose "
-        "backward changes the gradient"
-    )
+def _refusing(original: Callable[..., Any], what: str, instead: str) -> Callable[..., Any]:
+    """Return a function that refuses where nodes are recorded; inside a custom Function it is the original."""
 
+    @functools.wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if is_recording():
+            raise CaptureError(f"{what}{line_here()}; {instead}")
+        return original(*args, **kwargs)
 
-def _refuse_gradient(*_: Any, **__: Any) -> Any:
-    raise CaptureError(
-        f"gradients are computed inside forward{line_here()}, which the capture does not see; write the derivative out, "
-        "or compute it in an autograd.Function"
-    )
+    return refuse
 
 
 def _foreign_generators() -> dict[str, Any]:
