@@ -26,7 +26,6 @@ _SAME_VALUES = [
     "aten.to.device",
     "aten.to.dtype_layout",
     "aten.squeeze.dim",
-    "aten.slice.Tensor",
     "aten.contiguous.default",
     "aten.detach.default",
     "aten.repeat.default",
@@ -35,7 +34,10 @@ _SAME_VALUES = [
 
 
 def table_limits(graph: fx.Graph, table: SymbolTable) -> dict[str, int]:
-    """Return the largest size per symbol, by our names, for which every position is inside its table."""
+    """Return the largest size per symbol, by our names, for which every position is inside its table.
+
+    Only values that nothing selects from are followed: a limit must never refuse a size that works.
+    """
     largest: dict[fx.Node, sympy.Expr] = {}
     limits: dict[str, int] = {}
     for node in graph.nodes:

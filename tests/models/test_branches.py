@@ -174,3 +174,21 @@ def test_a_failing_stage_names_the_users_line() -> None:
         StageError, match=rf'stage 0, .*IndexError.*in embedding.* at "{__file__}", line \d+, in forward'
     ):
         run_local(pipe, torch.full((4, 6), 99), target=torch.zeros(4))
+
+
+class Selected(nn.Module):
+    """Makes more positions than it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.head = nn.Embedding(12, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1] + 8)[: x.shape[1]]
+        return self.head(x + self.positions(positions))
+
+
+def test_positions_that_are_made_but_not_looked_up_limit_nothing() -> None:
+    x = torch.randn(3, 10, 4)
+    captured = capture(Selected, (x,))
+    assert [symbol.maximum for symbol in captured.symbols.symbols] == [None, None]
