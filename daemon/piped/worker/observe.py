@@ -6,6 +6,7 @@ Reads the executor's timings after a step; decides nothing about training. Calle
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
@@ -147,8 +148,8 @@ class Observer:
                 file.write(json.dumps(record | {"start_ns": t0 - base, "end_ns": t1 - base}) + "\n")
 
 
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """Return the plan as the wire's PlanSummary says it."""
+def plan_summary(plan: Plan, compiled: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the plan as the wire's PlanSummary says it; `compiled`: what each stage turned out to be compiled with."""
     from stagekit.plan.plan import stage_output_bytes
 
     stages = [
@@ -160,7 +161,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             "output_bytes": stage_output_bytes(plan.model, stage),
             "forward_s": stage.forward_s,
             "backward_s": stage.backward_s,
-            "compile": plan.compile,
+            "compile": compiled[stage.index] if compiled else plan.compile,
             "buckets": [{"size_bytes": b.size_bytes, "parameters": list(b.parameters)} for b in stage.buckets],
         }
         for stage in plan.model.stages

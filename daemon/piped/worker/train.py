@@ -27,6 +27,7 @@ from piped.worker.link import Link
 from piped.worker.observe import Observer, plan_summary
 from stagekit.api import Pipeline, capture_model, plan_pipeline
 from stagekit.errors import BugError, UserError
+from stagekit.graph.compilers import AUTO
 from stagekit.load import load_program
 from stagekit.program import Batch
 from stagekit.run import checkpoint
@@ -129,7 +130,7 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
         pipe = make_pipeline(job, program, store, link)
         run = pipe.deploy(job.device)
         run.keep_output = False
-        log.info("stages_compiled", backends={str(stage): name for stage, name in run.compiled.items()})
+        tell_backends(job, run, store, link)
         if job.checkpoint_dir is not None:
             checkpoint.prove_shared(job.checkpoint_dir, job.fence, job.rank, _shard_ranks(run), run.groups.barrier)
         expected = json.loads(store.get("expected"))
@@ -223,7 +224,8 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         pipe = plan_pipeline(captured, **options)
         plan = pipe.plan
         (job.folder / "plan.json").write_text(plan.to_json())
-        link.send("plan", plan=plan_summary(plan))
+        if plan.compile != AUTO:  # else once the stages are timed: a plan is told once
+            link.send("plan", plan=plan_summary(plan))
         log.info("start_values", how=plan.model.start_values)
         store.set("expected", json.dumps({"bubble": plan.timeline.bubble, "step_s": plan.timeline.makespan}))
         nodes = [stage.first_node for stage in plan.model.stages]
@@ -237,6 +239,21 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
             f"torch here is {torch.__version__}: run the same versions and the same source on every node"
         )
     return pipe
+
+
+def tell_backends(job: Assignment, run: Run, store: Any, link: Link) -> None:
+    """Tell what compiles each stage, once it is decided; rank 0 tells it of all stages, in the plan."""
+    log.info("stages_compiled", backends={str(stage): name for stage, name in run.compiled.items()})
+    if run.replica == 0:
+        for stage, name in run.compiled.items():
+            store.set(f"compiled/{stage}", name)
+    if job.rank != 0:
+        return
+    plan = run.plan
+    compiled = [store.get(f"compiled/{stage.index}").decode() for stage in plan.model.stages]
+    if plan.compile == AUTO:
+        link.send("plan", plan=plan_summary(plan, compiled))
+    (job.folder / "plan.json").write_text(json.dumps({**json.loads(plan.to_json()), "compiled": compiled}))
 
 
 # ---- steps
