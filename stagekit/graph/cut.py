@@ -15,13 +15,14 @@ import torch
 from torch import fx, nn
 
 from stagekit.errors import SplitError
-from stagekit.graph.bucket import Group, group_nodes, legal_begins
+from stagekit.graph.bucket import group_nodes, legal_begins
 from stagekit.graph.bucket_spans import written_spans
 from stagekit.graph.buckets import BucketRule
 from stagekit.graph.choose import Choice, choose
 from stagekit.graph.layout import Layout, lay_out
 from stagekit.graph.module import StageModule, make_stage_module
 from stagekit.graph.stages import Chain, StageGraph, build_chain
+from stagekit.graph.verify import verify_chain
 from stagekit.plan.contract import Bucket, ModelSpec, ParameterSpec, StageSpec
 from stagekit.plan.split import Balanced, Usage
 
@@ -75,6 +76,7 @@ def cut(
         choice = choose(captured, layout, split, stages, at_nodes, measured=measured, usage=usage)
         stage_of = {node: _stage_at(choice.begins, i) for i, node in enumerate(layout.nodes) if node in layout.work}
         chain = build_chain(captured, layout, stage_of, stages)
+        verify_chain(captured, layout, stage_of, chain)
     owned = _owned(captured, chain)
     specs = tuple(_stage_spec(captured, layout, choice, chain, i, owned[i], buckets) for i in range(stages))
     spec = ModelSpec(
@@ -139,9 +141,15 @@ def _stage_spec(
     rule: BucketRule | None,
 ) -> StageSpec:
     stage = chain.stages[index]
+    reached = {captured.origins[node.name].name for node in captured.graph.nodes if _is_reached(node)}
     parameters = tuple(
         ParameterSpec(
-            name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad, t.numel() * t.element_size()
+            name,
+            tuple(t.shape),
+            str(t.dtype).removeprefix("torch."),
+            t.requires_grad,
+            t.numel() * t.element_size(),
+            name in reached,
         )
         for name in owned
         if isinstance(t := captured.tensors[name], nn.Parameter)
@@ -164,6 +172,10 @@ def _stage_spec(
     )
 
 
+def _is_reached(node: fx.Node) -> bool:
+    return node.op == "placeholder" and bool(node.meta["reached"])
+
+
 def _module_path(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return str(stack[-1][0]).partition("@")[0] if stack else ""
@@ -172,8 +184,8 @@ def _module_path(node: fx.Node) -> str:
 def _bucket_specs(
     stage: StageGraph, parameters: Sequence[ParameterSpec], rule: BucketRule | None
 ) -> tuple[Bucket, ...]:
-    """Return the buckets of a stage, last layers first; parameters that nothing reads join the last one."""
-    sizes = {p.name: p.size_bytes for p in parameters if p.requires_grad}
+    """Return the buckets of a stage, last layers first; parameters without a gradient are in none."""
+    sizes = {p.name: p.size_bytes for p in parameters if p.requires_grad and p.is_reached}
     if not sizes:
         return ()
     placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"][len(stage.inputs) :]
@@ -184,14 +196,4 @@ def _bucket_specs(
     }
     written = written_spans(fx.GraphModule(nn.Module(), stage.graph), ())
     groups = group_nodes(stage.graph, weights, rule or BucketRule(1 << 62), legal=legal_begins(stage.graph, written))
-    return _with_unread([g for g in reversed(groups) if g.parameters], sizes)
-
-
-def _with_unread(groups: Sequence[Group], sizes: dict[str, int]) -> tuple[Bucket, ...]:
-    read = {name for group in groups for name in group.parameters}
-    unread = tuple(name for name in sizes if name not in read)
-    buckets = [Bucket(group.size_bytes, group.parameters) for group in groups]
-    if unread:
-        last = buckets.pop() if buckets else Bucket(0, ())
-        buckets.append(Bucket(last.size_bytes + sum(sizes[n] for n in unread), last.parameters + unread))
-    return tuple(buckets)
+    return tuple(Bucket(group.size_bytes, group.parameters) for group in reversed(groups) if group.parameters)

@@ -56,7 +56,7 @@ def propagate(graph: fx.Graph, fakes: Mapping[str, Any], mode: FakeTensorMode) -
                 storages[node.name] = number
         reached = _reached_by(outputs)
         for node, value in values.items():
-            node.meta["reached"] = isinstance(value, Tensor) and value.requires_grad and _edge_of(value) in reached
+            node.meta["reached"] = isinstance(value, Tensor) and value.requires_grad and _is_reached(value, reached)
     for node, value in values.items():
         node.meta["val"] = value.detach() if isinstance(value, Tensor) else _detached(value)
         node.meta["requires_grad"] = isinstance(value, Tensor) and value.requires_grad
@@ -68,6 +68,13 @@ def _edge_of(value: Tensor) -> tuple[Any, int]:
         return None, 0
     edge = torch.autograd.graph.get_gradient_edge(value)
     return edge.node, edge.output_nr
+
+
+def _is_reached(value: Tensor, reached: set[tuple[Any, int]]) -> bool:
+    try:
+        return _edge_of(value) in reached
+    except RuntimeError:  # one of several views of memory that was written later: autograd lets nobody read it any more
+        return False
 
 
 def _reached_by(outputs: list[Any]) -> set[tuple[Any, int]]:

@@ -9,7 +9,7 @@ numbers. The chain is run once on fake tensors with autograd on: that gives the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +41,7 @@ class StageGraph:
     outputs: tuple[str, ...]
     draws: bool  # holds random operations
     has_regions: bool
+    storages: Mapping[str, int]  # node name → number of the memory it lives in, as the fake run of the stage saw it
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ def build_chain(captured: Captured, layout: Layout, stage_of: Mapping[fx.Node, i
     graphs, edges = [], []
     for index in range(stages):
         plan = _plan(layout, stage_of, consumers, results, index, index == stages - 1)
-        built = _build(captured, plan, index, numbers)
-        outputs = _settle_outputs(captured, built, fakes)
+        built, outputs = _settle_outputs(captured, _build(captured, plan, index, numbers), fakes)
         graphs.append(built)
         for node, (name, fake) in zip(plan.returned, zip(built.outputs, outputs, strict=True), strict=True):
             if not node.meta["reached"]:  # no output's gradient depends on it: none comes back, as in the whole model
@@ -153,7 +153,7 @@ class _Builder:
     def placeholder(self, source: fx.Node) -> None:
         """Take a value of the capture under its name."""
         self.values[source] = self.graph.placeholder(source.name)
-        self.values[source].meta = dict(source.meta)
+        self.values[source].meta = {**source.meta, "copied_from": source.name}
 
     def size(self, node: fx.Node) -> Any:
         """Return a symbolic size, computed from the symbol placeholders."""
@@ -175,7 +175,7 @@ class _Builder:
             self.graph.call_function(reseed, (self.seed, self.numbers[node], self.captured.device))
         arguments = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n])
         copied = self.graph.create_node(node.op, node.target, *arguments, name=node.name)
-        copied.meta = dict(node.meta)
+        copied.meta = {**node.meta, "copied_from": node.name}
         self.values[node] = copied
 
 
@@ -218,6 +218,7 @@ def _build(captured: Captured, plan: _Plan, index: int, numbers: Mapping[fx.Node
         outputs=tuple(node.name if node in own else f"{node.name}_out" for node in plan.returned),
         draws=draws,
         has_regions=any(node.meta.get("context") for node in plan.nodes),
+        storages={},
     )
 
 
@@ -256,7 +257,9 @@ def _again(fake: Tensor, requires_grad: bool) -> Tensor:
     return fake.detach().requires_grad_(requires_grad)
 
 
-def _settle_outputs(captured: Captured, stage: StageGraph, edge_fakes: Mapping[str, Any]) -> list[Tensor]:
+def _settle_outputs(
+    captured: Captured, stage: StageGraph, edge_fakes: Mapping[str, Any]
+) -> tuple[StageGraph, list[Tensor]]:
     """Run the stage on fake tensors; clone outputs that alias an input or are not dense. Returns the outputs' fakes."""
     fakes = stage_fakes(captured, stage, edge_fakes)
     storages = propagate(stage.graph, fakes, captured.mode)
@@ -274,12 +277,13 @@ def _settle_outputs(captured: Captured, stage: StageGraph, edge_fakes: Mapping[s
                 clone = stage.graph.call_function(torch.ops.aten.clone.default, (node,))
             with captured.mode:
                 clone.meta = {**node.meta, "val": fake.clone()}
+            del clone.meta["copied_from"]
             node = clone
         new_arguments.append(node)
         results.append(_again(node.meta["val"], node.meta["requires_grad"]))
     output.args = (tuple(new_arguments),)
     stage.graph.lint()
-    return results
+    return replace(stage, storages=storages), results
 
 
 def _parameter(captured: Captured, parameter: Tensor) -> nn.Parameter:

@@ -90,13 +90,17 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter of a stage under its name in the unsplit model."""
+    """A parameter of a stage under its name in the unsplit model.
+
+    `is_reached`: a gradient of some output depends on it. One that is not reached keeps no gradient, under any cut.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
     size_bytes: int
+    is_reached: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def routes_of(
     holders: dict[str, list[int]] = {}
     for stage in spec.stages:
         for parameter in stage.parameters:
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.is_reached:
                 holders.setdefault(parameter.name, []).append(stage.index)
     ties = sorted({tuple(stages) for stages in holders.values() if len(stages) > 1})
     reduced = {stage.index for stage in spec.stages if stage.buckets} if replicas > 1 else set()

@@ -469,6 +469,6 @@ def tied_names(spec: ModelSpec, stages: Sequence[int]) -> list[str]:
     holders: dict[str, list[int]] = {}
     for stage in spec.stages:
         for parameter in stage.parameters:
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.is_reached:
                 holders.setdefault(parameter.name, []).append(stage.index)
     return sorted(name for name, held in holders.items() if tuple(held) == tuple(stages))
