@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import zoo
 from torch import nn
 
 from stagekit.graph.build import RebuiltValues, RecordedValues, Start, build_for_real, named_tensors, open_model
@@ -129,3 +130,17 @@ def test_the_plan_of_a_model_that_loads_itself_says_what_that_costs(tmp_path: Pa
     stage = cut.stage_module(1)
     loaded = dict(build().named_parameters())
     assert all(torch.equal(value, loaded[name]) for name, value in stage.named_parameters())
+
+
+ZOO = {case.name: case.build for case in (*zoo.listed(), *zoo.further(), *zoo.awkward())}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_of_the_zoo_is_recorded_and_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagekit.graph.recorder.SMALL_NUMEL", 16)  # the zoo's models are small
+    build = lambda: ZOO[name](0.1)  # noqa: E731
+    _, source = open_model(build, seed=3)
+    assert isinstance(source, RecordedValues), source.note
+    real = dict(named_tensors(build_for_real(build, seed=3)))
+    values = source.take(list(real))
+    assert [k for k, v in real.items() if not torch.equal(values[k].nan_to_num(), v.nan_to_num())] == []
