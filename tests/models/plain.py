@@ -80,17 +80,19 @@ class Result:
 def step(
     model: nn.Module,
     chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    rows: Sequence[int],
     loss: Callable[[Any], Tensor],
     bases: Sequence[int],
 ) -> Result:
-    """Run the chunks in order, equal weights; `model` is used up."""
+    """Run the chunks in order, each weighing as much as its rows; `model` is used up."""
     total = 0.0
-    for (args, kwargs), base in zip(chunks, bases, strict=True):
+    for (args, kwargs), size, base in zip(chunks, rows, bases, strict=True):
+        weight = size / sum(rows)
         counter = Counter(base)
         with RecurrentAsOne(counter), ReseedEach(counter):
             value = loss(model(*args, **kwargs))
-        (value / len(chunks)).backward()
-        total += float(value.detach()) / len(chunks)
+        value.backward(torch.full_like(value, weight))
+        total += float(value.detach()) * weight
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Result(total, gradients, dict(model.named_buffers()))
 

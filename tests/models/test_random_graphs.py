@@ -46,7 +46,9 @@ def expected_of(build: Callable[[], RandomModel]) -> plain.Result | None:
     x, numbers = batch()
     chunks = [((a, b), {}) for a, b in zip(in_chunks(x), in_chunks(numbers), strict=True)]
     try:
-        return plain.step(model, chunks, plain.reduce, [chunk_base(SEED, 0, chunk, 0) for chunk in range(CHUNKS)])
+        return plain.step(
+            model, chunks, [ROWS] * CHUNKS, plain.reduce, [chunk_base(SEED, 0, chunk, 0) for chunk in range(CHUNKS)]
+        )
     except RuntimeError:
         return None
 
