@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from stagekit.errors import UserError
-from stagekit.graph.buckets import BucketRule
-from stagekit.graph.build import Start
-from stagekit.graph.capture import Captured, capture
-from stagekit.graph.compilers import resolve
-from stagekit.graph.cut import Cut
+from stagekit.graph.buckets.rule import BucketRule
+from stagekit.graph.capture.capture import Captured, capture
+from stagekit.graph.compile.compilers import resolve
+from stagekit.graph.cut.cut import Cut
+from stagekit.graph.values.build import Start
 from stagekit.plan.contract import ModelSpec, StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
 from stagekit.plan.split import Balanced, Usage

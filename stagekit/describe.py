@@ -21,7 +21,7 @@ import torch
 
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import ScheduleError, SplitError, StagekitError, WeightsError
-from stagekit.graph.compilers import check_backend
+from stagekit.graph.compile.compilers import check_backend
 from stagekit.load import load_program
 from stagekit.run.allocator import keep_freed_memory
 

@@ -2,7 +2,7 @@
 
 A compiled backward releases its gradients when its graph returns, so separate buckets let the all-reduce of one
 overlap the backward of the next. After torch dynamo's DDPOptimizer, which walks the graph backward and opens a new
-bucket once the cap is reached. `split` stands alone; `backend` makes a torch.compile backend of it; graph.stages uses
+bucket once the cap is reached. `split` stands alone; `backend` makes a torch.compile backend of it; graph.cut.stages uses
 it inside every stage. The caller's graph is left untouched, and nothing of the real model runs.
 """
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stagekit.graph.bucket_dump import dump
-from stagekit.graph.bucket_fakes import fake_inputs, fake_outputs
-from stagekit.graph.bucket_spans import written_spans
-from stagekit.graph.buckets import BucketRule
-from stagekit.graph.pieces import Piece, pieces_of
-from stagekit.graph.randomness import reseed
-from stagekit.graph.regions import closes_region, opens_region
+from stagekit.graph.buckets.dump import dump
+from stagekit.graph.buckets.fakes import fake_inputs, fake_outputs
+from stagekit.graph.buckets.rule import BucketRule
+from stagekit.graph.buckets.spans import written_spans
+from stagekit.graph.compile.pieces import Piece, pieces_of
+from stagekit.graph.compile.randomness import reseed
+from stagekit.graph.passes.regions import closes_region, opens_region
 
 CompileFn = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 Weights = Mapping[str, int]  # parameter name → bytes

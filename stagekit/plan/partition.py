@@ -3,7 +3,7 @@
 A cut before node i costs both of its sides `crossing[i]`: a stage's time is the sum of its nodes plus what it
 receives and sends, over the speed of its rank. Exact for one stage per rank, also under a memory cap (plan.memory says
 what fits). Several stages per rank add up: exact where few cuts are possible, else the best of several chain partitions,
-each improved cut by cut; the gap to a lower bound is told. graph.choose supplies the numbers.
+each improved cut by cut; the gap to a lower bound is told. graph.cut.choose supplies the numbers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How to cut, as a user says it: `Balanced` and its options, the text forms of a job file, how stages will be used. Pure.
 
-graph.choose carries it out.
+graph.cut.choose carries it out.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stagekit.graph.capture import capture
-from stagekit.graph.cut import Cut
+from stagekit.graph.capture.capture import capture
+from stagekit.graph.cut.cut import Cut
 from stagekit.plan.contract import InputRef, SymbolRef, ValueRef
 from stagekit.plan.partition import partition
 from stagekit.run.allocator import keep_freed_memory

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagekit.graph.build import Start, open_model
+from stagekit.graph.values.build import Start, open_model
 from stagekit.load import load_program
 from tests.support import hub, reference
 

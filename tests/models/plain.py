@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stagekit.graph.randomness import mix
+from stagekit.graph.compile.randomness import mix
 from stagekit.testing import LocalResult
 
 _RECURRENT = tuple(getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))

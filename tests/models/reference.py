@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stagekit.graph.cut import Cut
+from stagekit.graph.cut.cut import Cut
 from stagekit.plan.contract import InputRef, SymbolRef, ValueRef
 
 

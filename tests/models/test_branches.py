@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import stagekit
 from stagekit.errors import ShapeError, StageError
-from stagekit.graph.capture import capture
+from stagekit.graph.capture.capture import capture
 from stagekit.testing import run_local
 
 

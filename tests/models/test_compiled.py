@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from zoo import Dropout
 
 from stagekit.examples.gpt import Program
-from stagekit.graph.buckets import BucketRule
-from stagekit.graph.capture import capture
+from stagekit.graph.buckets.rule import BucketRule
+from stagekit.graph.capture.capture import capture
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

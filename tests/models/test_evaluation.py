@@ -11,8 +11,8 @@ from reference import Chain
 from torch import Tensor, nn
 
 from stagekit.errors import SplitError
-from stagekit.graph.capture import capture
-from stagekit.graph.cut import Cut
+from stagekit.graph.capture.capture import capture
+from stagekit.graph.cut.cut import Cut
 
 
 class Classifier(nn.Module):

@@ -14,8 +14,8 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from stagekit.errors import CaptureError
-from stagekit.graph.aliasing import is_random
-from stagekit.graph.capture import capture
+from stagekit.graph.capture.capture import capture
+from stagekit.graph.passes.aliasing import is_random
 
 
 class Swish(Function):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from stagekit.graph.capture import capture
-from stagekit.graph.fingerprint import graph_hash
+from stagekit.graph.capture.capture import capture
+from stagekit.graph.capture.fingerprint import graph_hash
 
 
 class Scaled(Function):

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from zoo import Case, further, listed
 
 from stagekit.api import capture_model, plan_pipeline
-from stagekit.graph.capture import Captured
-from stagekit.graph.layout import lay_out
+from stagekit.graph.capture.capture import Captured
+from stagekit.graph.cut.layout import lay_out
 from stagekit.plan.seeds import chunk_base
 from stagekit.testing import LocalResult, run_local
 

@@ -15,9 +15,9 @@ from reference import Chain
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stagekit.graph.capture import capture
-from stagekit.graph.copies import twin_of
-from stagekit.graph.refusals import unwrapped
+from stagekit.graph.capture.capture import capture
+from stagekit.graph.capture.copies import twin_of
+from stagekit.graph.capture.refusals import unwrapped
 
 
 class Model(nn.Module):

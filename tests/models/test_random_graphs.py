@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from random_graphs import WIDTH, Instruction, RandomModel, instructions, outputs
 
 from stagekit.api import capture_model, plan_pipeline
-from stagekit.graph.layout import lay_out
+from stagekit.graph.cut.layout import lay_out
 from stagekit.plan.seeds import chunk_base
 from stagekit.testing import run_local
 

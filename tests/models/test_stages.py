@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from zoo import Case, Dropout, awkward
 
-from stagekit.graph.capture import Captured, capture
+from stagekit.graph.capture.capture import Captured, capture
 
 SEED = 7
 

@@ -12,8 +12,8 @@ import transformers
 import zoo
 from torch import nn
 
-from stagekit.graph.build import RebuiltValues, RecordedValues, Start, build_for_real, named_tensors, open_model
-from stagekit.graph.capture import capture
+from stagekit.graph.capture.capture import capture
+from stagekit.graph.values.build import RebuiltValues, RecordedValues, Start, build_for_real, named_tensors, open_model
 
 WIDE = {
     "hidden_size": 96,
@@ -137,7 +137,7 @@ ZOO = {case.name: case.build for case in (*zoo.listed(), *zoo.further(), *zoo.aw
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model_of_the_zoo_is_recorded_and_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagekit.graph.recorder.SMALL_NUMEL", 16)  # the zoo's models are small
+    monkeypatch.setattr("stagekit.graph.values.recorder.SMALL_NUMEL", 16)  # the zoo's models are small
     build = lambda: ZOO[name](0.1)  # noqa: E731
     _, source = open_model(build, seed=3)
     assert isinstance(source, RecordedValues), source.note

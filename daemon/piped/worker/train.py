@@ -27,7 +27,7 @@ from piped.worker.link import Link
 from piped.worker.observe import Observer, plan_summary
 from stagekit.api import Pipeline, capture_model, plan_pipeline
 from stagekit.errors import BugError, UserError
-from stagekit.graph.compilers import AUTO
+from stagekit.graph.compile.compilers import AUTO
 from stagekit.load import load_program
 from stagekit.program import Batch
 from stagekit.run import checkpoint

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stagekit
-from stagekit.graph.module import StageModule
+from stagekit.graph.compile.module import StageModule
 from stagekit.testing import spawn
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import stagekit
 from stagekit.api import Pipeline
 from stagekit.errors import UserError
-from stagekit.graph.compilers import resolve
+from stagekit.graph.compile.compilers import resolve
 
 
 class Model(nn.Module):

@@ -1,0 +1,169 @@
+"""What a node does to memory: what it writes, whether it draws random numbers, which values share storage.
+
+`functionalise` replaces an in-place operation by its functional twin where no other alias of the written value is
+alive; `spans` lists the stretches of the graph that a cut must not part, because their nodes share written memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from stagekit.graph.capture.functions import traits_of
+
+_RUNNING_STATS = {"aten::batch_norm": (3, 4, 5), "aten::instance_norm": (3, 4, 5), "aten::native_batch_norm": (3, 4, 5)}
+
+
+def schema_name(node: fx.Node) -> str:
+    """Return "aten::add_" for a call of an operator overload, "" for anything else."""
+    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def is_random(node: fx.Node) -> bool:
+    """Tell whether the node draws from the default generator when it runs."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        traits = traits_of(node.target)
+        return traits is not None and traits.draws
+    name, given = schema_name(node), named_arguments(node)
+    if name in ("aten::dropout", "aten::feature_dropout", "aten::dropout_", "aten::alpha_dropout"):
+        return given["train"] is True and given["p"] != 0.0
+    if name == "aten::scaled_dot_product_attention":
+        return bool(given.get("dropout_p", 0.0))
+    if name in ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"):
+        return given["train"] is True and bool(given["dropout"])
+    return torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the given arguments of an operator overload by their names in its schema."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = (argument.name for argument in node.target._schema.arguments)
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def written_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose memory this node writes: by its schema, or running statistics that no schema declares."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        traits = traits_of(node.target)
+        return [node.args[i] for i in traits.written] if traits is not None else []  # type: ignore[misc]
+    name = schema_name(node)
+    written: list[fx.Node] = []
+    if name in _RUNNING_STATS:
+        mean, var, training = _RUNNING_STATS[name]
+        if node.args[training]:
+            written += [arg for arg in (node.args[mean], node.args[var]) if isinstance(arg, fx.Node)]
+        return written
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node)]
+    return written
+
+
+def writes_memory(node: fx.Node) -> bool:
+    """Tell whether the node writes memory that existed before it."""
+    return bool(written_inputs(node))
+
+
+def functional_twin(node: fx.Node) -> Any:
+    """Return the overload that computes what an in-place node writes, or None."""
+    namespace, _, name = schema_name(node).partition("::")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    return getattr(packet, node.target._overloadname, None)  # type: ignore[union-attr]
+
+
+def functionalise(graph: fx.Graph, storage_of: Mapping[str, int], kept: frozenset[int]) -> bool:
+    """Make in-place nodes functional where the written value's storage has no other live alias; tell if any changed.
+
+    `storage_of`: storage number per node name. `kept`: storages of parameters, buffers and constants, left alone.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    changed = False
+    for node in list(graph.nodes):
+        written = written_inputs(node)
+        twin = functional_twin(node) if len(written) == 1 else None
+        if twin is None or node.args[0] is not written[0] or storage_of.get(written[0].name) in kept:
+            continue
+        target = written[0]
+        aliases = [
+            other
+            for other in graph.nodes
+            if other not in (target, node) and storage_of.get(other.name, -1) == storage_of.get(target.name, -2)
+        ]
+        lives = any(order[alias] < order[node] < order[user] for alias in aliases for user in alias.users)
+        if lives or _may_promote(node):
+            continue
+        node.target = twin
+        target.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)
+        changed = True
+    return changed
+
+
+def _may_promote(node: fx.Node) -> bool:
+    """Tell whether the functional twin could return another dtype than the in-place node writes."""
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    return len({value.dtype for value in values if isinstance(value, Tensor) and value.ndim}) > 1
+
+
+def clone_written_inputs(graph: fx.Graph, storage_of: Mapping[str, int], inputs: set[str]) -> bool:
+    """Clone on entry each graph input (by placeholder name) whose memory some node writes; tell if any was."""
+    written = {storage_of.get(target.name) for node in graph.nodes for target in written_inputs(node)}
+    changed = False
+    for placeholder in [n for n in graph.nodes if n.op == "placeholder" and n.name in inputs]:
+        if storage_of.get(placeholder.name, -1) not in written:
+            continue
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            clone = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+        clone.meta = {**placeholder.meta, "context": ()}
+        placeholder.replace_all_uses_with(clone, delete_user_cb=lambda user, c=clone: user is not c)
+        changed = True
+    return changed
+
+
+def snapshot_buffers(graph: fx.Graph, storage_of: Mapping[str, int], states: set[str]) -> bool:
+    """Let readers of a buffer after its last write read a copy, which may cross a cut; the buffer has one owner.
+
+    `states`: placeholder names of parameters, buffers and constants. Tells whether any copy was made.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    changed = False
+    for placeholder in [n for n in graph.nodes if n.op == "placeholder" and n.name in states]:
+        same = {n for n in graph.nodes if storage_of.get(n.name, -1) == storage_of.get(placeholder.name, -2)}
+        writers = {node for node in graph.nodes if any(target in same for target in written_inputs(node))}
+        if not writers or not same <= {placeholder, *writers}:
+            continue  # never written, or read through views
+        last = max(writers, key=order.__getitem__)
+        late = {user for node in same for user in node.users if order[user] > order[last]}
+        if not late or all(user.target is torch.ops.aten.clone.default for user in late):
+            continue
+        with graph.inserting_after(last):
+            copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+        copy.meta = {**last.meta, "val": placeholder.meta["val"]}
+        for node in same:
+            node.replace_all_uses_with(copy, delete_user_cb=late.__contains__)
+        changed = True
+    return changed
+
+
+def spans(graph: fx.Graph, storage_of: Mapping[str, int]) -> list[tuple[fx.Node, fx.Node]]:
+    """Return (first, last) node pairs that one stage must hold together: they touch memory that one of them writes."""
+    written = {storage_of[t.name] for node in graph.nodes for t in written_inputs(node) if t.name in storage_of}
+    touching: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        touched = {storage_of.get(n.name) for n in (node, *node.all_input_nodes)}
+        for storage in touched & written:
+            touching.setdefault(storage, []).append(node)  # type: ignore[arg-type]
+    return [(nodes[0], nodes[-1]) for nodes in touching.values()]
+
+
+def storage_number(value: Any) -> int | None:
+    """Return a number that tensors share if and only if they share memory; None for no single tensor."""
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None

@@ -1,0 +1,187 @@
+"""What can't be captured is refused with the user's line and what to do; nothing of the user changes by it."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stagekit.errors import CaptureError
+from stagekit.graph.capture.capture import capture
+
+LINE = rf'at "{__file__}", line \d+'
+
+
+class Model(nn.Module):
+    """Runs the function that a test gives between two layers."""
+
+    def __init__(self, middle: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.middle = middle
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.middle(self, self.first(x), x))
+
+
+class Returns(Model):
+    """Returns what the given function makes of its two layers' outputs."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.middle(self.first(x), self.second(x))
+
+
+def x_of() -> Tensor:
+    return torch.randn(4, 6)
+
+
+def branch(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    if h.sum() > 0:
+        return h * 2
+    return h
+
+
+def drop_layer(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return x if torch.rand([]) < 0.3 else h
+
+
+def drop_layer_by_python(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return x if random.random() < 0.3 else h
+
+
+def drop_layer_by_numpy(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return x if numpy.random.rand() < 0.3 else h
+
+
+def item(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * x.abs().max().item()
+
+
+def listed(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * sum(x[:, 0].tolist())
+
+
+def selected(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h[x[:, 0] > 0]
+
+
+def nonzero(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h[(x[:, 0] > 0).nonzero().squeeze(1)]
+
+
+def to_numpy(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h + torch.from_numpy(numpy.sin(x.detach().numpy()))
+
+
+def hooked(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    h.register_hook(lambda grad: grad * 2)
+    return h
+
+
+def gradient(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(h.pow(2).sum(), h, create_graph=True)
+    return found
+
+
+def mapped(model: Any, h: Tensor, x: Tensor) -> Any:
+    return torch.vmap(lambda row: row * row.sum())(h)
+
+
+def counted(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    model.calls += 1
+    return h * model.calls  # type: ignore[no-any-return]
+
+
+def remembered(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    result = h + model.last
+    model.last = h.detach()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("middle", "message"),
+    [
+        (branch, rf"{LINE}, in branch \(if h\.sum\(\) > 0:\): it decides on a value.*torch\.where"),
+        (drop_layer, rf"{LINE}, in drop_layer .*decides on a value"),
+        (drop_layer_by_python, r"draws random numbers from Python's random module.*random mask"),
+        (drop_layer_by_numpy, r"draws random numbers from numpy\.random"),
+        (item, rf"depends on data {LINE}, in forward.*\.item\(\).*keep values in tensors"),
+        (listed, rf"depends on data {LINE}, in forward"),
+        (selected, rf"depends on data {LINE}, in forward.*mask instead of selecting"),
+        (nonzero, rf"depends on data {LINE}, in forward"),
+        (to_numpy, rf"{LINE}, in to_numpy .*leaves torch for NumPy.*custom_op"),
+        (hooked, rf"gradient hook is registered on a tensor {LINE}, in hooked.*autograd\.Function"),
+        (gradient, rf"gradients are computed inside forward {LINE}, in gradient"),
+        (mapped, rf"torch\.vmap or torch\.func {LINE}, in forward"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused_with_the_line(middle: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(Model(middle), (x_of(),), check=False)
+
+
+@pytest.mark.parametrize(("middle", "attributes"), [(counted, {"calls": 0}), (remembered, {"last": torch.zeros(4, 6)})])
+def test_state_outside_of_buffers_that_changes_the_output_is_found_in_a_second_call(
+    middle: Any, attributes: Any
+) -> None:
+    with pytest.raises(CaptureError, match=r"in a second call, output 0 differs.*state kept outside"):
+        capture(Model(middle, **attributes), (x_of(),))
+
+
+def with_hook(kind: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    if kind == "module":
+        model[0].register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    elif kind == "parameter":
+        model[1].weight.register_hook(lambda grad: grad * 2)
+    else:
+        model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
+def sparse() -> nn.Module:
+    model = Model(lambda model, h, x: h)
+    model.table = nn.Parameter(torch.eye(6).to_sparse())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: with_hook("module"), "0 has a backward hook"),
+        (lambda: with_hook("parameter"), r"1\.weight has a gradient hook"),
+        (lambda: with_hook("after"), r"1\.weight has a gradient hook"),
+        (lambda: nn.Sequential(nn.LazyLinear(6)), r"0\.weight has no shape yet"),
+        (lambda: torch.jit.script(nn.Linear(6, 6)), "TorchScript"),
+        (lambda: nn.DataParallel(nn.Linear(6, 6)), r"wrapped in DataParallel; pass the module inside"),
+        (sparse, r"table is a torch\.sparse_coo tensor"),
+        (lambda: nn.Sequential(nn.Embedding(5, 6, sparse=True)), "0 makes sparse gradients"),
+        (lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(6, 6))), "0 is quantised"),
+        (lambda: Returns(lambda a, b: (a, threading.Lock())), "returns a _thread.lock; return tensors"),
+    ],
+)
+def test_modules_that_would_train_otherwise_in_stages_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(build(), (x_of(),), check=False)
+
+
+def test_nothing_of_the_user_changes_while_a_model_is_refused() -> None:
+    model = Model(drop_layer_by_python)
+    before, python, torchs = copy.deepcopy(model.state_dict()), random.getstate(), torch.get_rng_state()
+    hook, grad = Tensor.register_hook, torch.autograd.grad
+    with pytest.raises(CaptureError):
+        capture(model, (x_of().clone(),), check=False)
+    assert random.getstate() == python
+    assert (Tensor.register_hook, torch.autograd.grad) == (hook, grad)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert len(torchs) == len(torch.get_rng_state())
