@@ -1,6 +1,6 @@
 """Does the captured graph compute what the model computes? Asked once, when a plan is made, never on a worker.
 
-By values where four times the model's bytes fit into half of the free memory: outputs, every gradient by name, every
+By values where four times the model's bytes fit into 2 GiB and into half of the free memory: outputs, every gradient by name, every
 buffer, and the outputs of a second call, on copies, from one seed. Else structurally, on fake tensors: each output has the
 same shape, dtype and reached parameters, and no custom autograd.Function is lost; values stay unchecked, and the plan says
 `self-check: structural`. Called by graph.capture.
@@ -32,6 +32,7 @@ from stagekit.plan.contract import Symbol
 if TYPE_CHECKING:
     from stagekit.graph.capture.capture import Captured
 
+_BUDGET_BYTES = 2 << 30  # for four copies; a larger model would also compute for minutes on a core
 _FLOOR = 1e-6  # of the model's largest gradient: a bias before BatchNorm has a gradient of rounding errors only
 _RELATIVE = 1e-4  # of a tensor's largest element: functional twins and cleared strides may change sums slightly
 
@@ -54,7 +55,8 @@ def self_check(
     """
     needed = 4 * sum(t.numel() * t.element_size() for t in captured.tensors.values())
     on_target = captured.device == "cpu" or torch.get_device_module(captured.device).is_available()
-    if on_target and needed <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if on_target and needed <= min(_BUDGET_BYTES, free // 2):
         reference = twin_of(model) if isinstance(model, nn.Module) else build_for_real(model, seed)
         if not isinstance(model, nn.Module) and captured.source.equals_build:
             _check_start(captured, reference)
@@ -211,12 +213,12 @@ def _compare(what: str, expected: dict[Any, Any], got: dict[Any, Any], floor: fl
     for name, value in expected.items():
         other = got.get(name)
         if isinstance(value, Tensor) and isinstance(other, Tensor):
-            wide = torch.complex128 if value.is_complex() else torch.float64
-            a, b = value.detach().to(wide), other.detach().to(wide)
+            a, b = _comparable(value), _comparable(other)
+            is_like = (a.shape, value.dtype) == (b.shape, other.dtype)
             limit = max(_RELATIVE * _largest(value), floor)
-            if a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True):
+            if is_like and torch.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True):
                 continue
-            text = f"differs by {float((a - b).abs().max()):.3g}" if a.shape == b.shape else "has another shape"
+            text = f"differs by {float((a - b).abs().max()):.3g}" if is_like else "has another shape or dtype"
         elif type(value) is type(other) and value == other:
             continue
         else:
@@ -225,6 +227,13 @@ def _compare(what: str, expected: dict[Any, Any], got: dict[Any, Any], floor: fl
             f"the capture does not compute what the model computes: {what} {name} {text}; look for a custom "
             "autograd.Function, values read with .item(), or state kept outside of parameters and buffers"
         )
+
+
+def _comparable(value: Tensor) -> Tensor:
+    """Return floats of at least 32 bits as they are, anything else in 64: a copy of the largest tensor is large."""
+    if value.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+        return value.detach()
+    return value.detach().double()
 
 
 def _largest(value: Any) -> float:
