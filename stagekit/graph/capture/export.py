@@ -24,6 +24,7 @@ from stagekit.graph.capture.copies import skeleton_of
 from stagekit.graph.capture.draws import ConstantDraws
 from stagekit.graph.capture.functions import FunctionRecorder
 from stagekit.graph.capture.lines import is_torch_internal
+from stagekit.graph.capture.modes import NotedModes
 from stagekit.graph.capture.quirks import without_value_checks
 from stagekit.graph.capture.refusals import check_module, is_about_values, refusal, watched
 from stagekit.graph.capture.specs import Leaf, example_rows, register_dataclasses, symbolic_dims
@@ -108,6 +109,8 @@ def _exported(
     skeleton.register_forward_hook(lambda _, __, output: register_dataclasses(output))
     with (
         warnings.catch_warnings(),
+        torch.enable_grad(),
+        NotedModes(),
         without_value_checks(),
         watched(),
         ConstantDraws(),

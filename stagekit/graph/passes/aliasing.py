@@ -50,18 +50,24 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, torch._ops.OpOverload):
         traits = traits_of(node.target)
         return [node.args[i] for i in traits.written] if traits is not None else []  # type: ignore[misc]
-    name = schema_name(node)
+    if schema_name(node) in _RUNNING_STATS:
+        return running_stats(node)
     written: list[fx.Node] = []
-    if name in _RUNNING_STATS:
-        mean, var, training = _RUNNING_STATS[name]
-        if node.args[training]:
-            written += [arg for arg in (node.args[mean], node.args[var]) if isinstance(arg, fx.Node)]
-        return written
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node)]
     return written
+
+
+def running_stats(node: fx.Node) -> list[fx.Node]:
+    """Return the running statistics that a norm operator in training brings forward without computing from them."""
+    if schema_name(node) not in _RUNNING_STATS:
+        return []
+    mean, var, training = _RUNNING_STATS[schema_name(node)]
+    if not node.args[training]:
+        return []
+    return [arg for arg in (node.args[mean], node.args[var]) if isinstance(arg, fx.Node)]
 
 
 def writes_memory(node: fx.Node) -> bool:
@@ -97,12 +103,18 @@ def functionalise(graph: fx.Graph, storage_of: Mapping[str, int], kept: frozense
             if other not in (target, node) and storage_of.get(other.name, -1) == storage_of.get(target.name, -2)
         ]
         lives = any(order[alias] < order[node] < order[user] for alias in aliases for user in alias.users)
-        if lives or _may_promote(node):
+        if lives or _may_promote(node) or _keeps_gradient(node, target):
             continue
         node.target = twin
         target.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)
         changed = True
     return changed
+
+
+def _keeps_gradient(node: fx.Node, target: fx.Node) -> bool:
+    """Tell whether the written value stays a part of autograd's graph though the write is not recorded."""
+    records = next((values[0] for kind, *values in reversed(node.meta.get("context", ())) if kind == "grad"), True)
+    return not records and bool(target.meta.get("requires_grad"))
 
 
 def _may_promote(node: fx.Node) -> bool:

@@ -17,9 +17,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from stagekit.graph.capture.functions import resolve
+from stagekit.graph.capture.modes import Context, corrected
 from stagekit.graph.passes.aliasing import is_random, writes_memory
 
-Context = tuple[tuple[Any, ...], ...]  # of ("grad", enabled) and ("autocast", device, dtype, enabled, cache)
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
 
 
@@ -73,7 +73,7 @@ def _copy(module: fx.GraphModule, graph: fx.Graph, values: dict[fx.Node, Any], c
             values[node] = values[node.args[0]][node.args[1]]
             continue
         copied = graph.node_copy(node, lambda n: values[n])
-        copied.meta["context"] = context
+        copied.meta["context"] = corrected(context, node.meta)
         copied.args, copied.kwargs = pytree.tree_map(_any_index, (copied.args, copied.kwargs))
         values[node] = copied
     raise AssertionError("a graph without an output node")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stagekit.graph.passes.normalise import Context
+from stagekit.graph.capture.modes import Context
 
 
 def enter_grad(enabled: bool) -> bool:
