@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +15,15 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
     ast.USub: operator.neg,
     ast.Not: operator.not_,
 }
@@ -28,14 +35,25 @@ _COMPARISONS: dict[type[ast.AST], Callable[..., bool]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_FUNCTIONS: dict[str, Callable[..., int]] = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Max": max,
     "Min": min,
     "FloorDiv": operator.floordiv,
     "Mod": operator.mod,
-    "floor": lambda x: int(x // 1),
+    "floor": math.floor,
     "CeilDiv": lambda a, b: -(-a // b),
+    "max": max,
+    "min": min,
+    "abs": abs,
+    "float": float,
+    "round": round,
+    "math.floor": math.floor,
+    "math.ceil": math.ceil,
+    "math.trunc": math.trunc,
+    "math.sqrt": math.sqrt,
+    "math.log2": math.log2,
 }
+_CONSTANTS = {"math.inf": math.inf}
 
 
 def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
@@ -48,19 +66,24 @@ def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
 
 
 def holds(guard: str, symbols: Mapping[str, int]) -> bool:
-    """Tell whether a condition like "s0 % 2 == 0" holds; one over a symbol that is not known here is not decided."""
-    tree = ast.parse(guard, mode="eval").body
-    if any(isinstance(node, ast.Name) and node.id not in {*symbols, *_FUNCTIONS} for node in ast.walk(tree)):
-        return True
-    return bool(_walk(tree, symbols, guard))
+    """Tell whether a condition like "s0 % 2 == 0" holds for these sizes; what divides by zero does not.
+
+    Raises BugError for a condition of another form, or over a size that is not known here.
+    """
+    try:
+        return bool(_walk(ast.parse(guard, mode="eval").body, symbols, guard))
+    except ZeroDivisionError:
+        return False
 
 
 def _walk(node: ast.AST, symbols: Mapping[str, int], text: str) -> Any:
     match node:
-        case ast.Constant(value=int()):
+        case ast.Constant(value=int() | float()):
             return node.value
         case ast.Name() if node.id in symbols:
             return symbols[node.id]
+        case ast.Attribute() if ast.unparse(node) in _CONSTANTS:
+            return _CONSTANTS[ast.unparse(node)]
         case ast.BinOp() if type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](_walk(node.left, symbols, text), _walk(node.right, symbols, text))
         case ast.UnaryOp() if type(node.op) in _OPERATORS:
@@ -70,8 +93,10 @@ def _walk(node: ast.AST, symbols: Mapping[str, int], text: str) -> Any:
         case ast.BoolOp():
             parts = [_walk(part, symbols, text) for part in node.values]
             return all(parts) if isinstance(node.op, ast.And) else any(parts)
-        case ast.Call(func=ast.Name(id=name)) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*(_walk(argument, symbols, text) for argument in node.args))
+        case ast.IfExp():
+            return _walk(node.body if _walk(node.test, symbols, text) else node.orelse, symbols, text)
+        case ast.Call(keywords=[]) if ast.unparse(node.func) in _FUNCTIONS:
+            return _FUNCTIONS[ast.unparse(node.func)](*(_walk(argument, symbols, text) for argument in node.args))
         case _:
             raise BugError(f"shape expression {text!r}: {ast.dump(node)} is unknown; known symbols: {sorted(symbols)}")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 
 import stagekit
-from stagekit.errors import ShapeError, StageError
+from stagekit.errors import CaptureError, ShapeError, StageError
 from stagekit.graph.capture.capture import capture
 from stagekit.testing import run_local
 
@@ -192,3 +193,77 @@ def test_positions_that_are_made_but_not_looked_up_limit_nothing() -> None:
     x = torch.randn(3, 10, 4)
     captured = capture(Selected, (x,))
     assert [symbol.maximum for symbol in captured.symbols.symbols] == [None, None]
+
+
+class Computes(nn.Module):
+    """Three layers and a function of them and the input."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def loss_of(function: Any, example: Tensor, x: Tensor) -> tuple[float, float]:
+    """Return the loss in two stages over two chunks, captured from `example`, and that of the plain module."""
+    pipe = stagekit.pipeline(
+        lambda: Computes(function),
+        args=(example,),
+        loss_fn=lambda output, target: output.square().mean(),
+        stages=2,
+        chunks=2,
+    )
+    torch.manual_seed(0)
+    plain = Computes(function)
+    parts = torch.tensor_split(x, 2)
+    expected = sum(plain(part).square().mean().item() * len(part) for part in parts) / len(x)
+    return run_local(pipe, x, target=torch.zeros(len(x))).loss, expected
+
+
+@pytest.mark.parametrize(
+    "is_short",
+    [
+        lambda n: max(n, 7) == 7,
+        lambda n: min(n, 7) < 7,
+        lambda n: n * 0.75 < 5,
+        lambda n: n / 2 < 3.5,
+        lambda n: n & 8 == 0,
+    ],
+)
+def test_a_branch_on_a_computed_size_is_refused_where_it_goes_the_other_way(is_short: Any) -> None:
+    def function(model: Any, x: Tensor) -> Tensor:
+        h = model.a(x)
+        return model.c(model.b(h.sin() if is_short(x.shape[1]) else h.cos()))
+
+    got, expected = loss_of(function, torch.randn(2, 6, 6), torch.randn(4, 6, 6))
+    assert got == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ShapeError, match="branches on sizes"):
+        loss_of(function, torch.randn(2, 6, 6), torch.randn(4, 8, 6))
+
+
+def test_a_share_of_the_length_that_was_made_a_number_is_refused_at_other_lengths() -> None:
+    def function(model: Any, x: Tensor) -> Tensor:
+        return model.c(model.b(model.a(x)[:, : int(x.shape[1] * 0.75)]).tanh())
+
+    got, expected = loss_of(function, torch.randn(2, 8, 6), torch.randn(4, 8, 6))
+    assert got == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ShapeError, match=r"math.trunc\(0.75"):
+        loss_of(function, torch.randn(2, 8, 6), torch.randn(4, 16, 6))
+
+
+def test_resizing_by_a_factor_along_the_sequence_works_at_other_lengths() -> None:
+    def function(model: Any, x: Tensor) -> Tensor:
+        return model.c(model.b(nn.functional.interpolate(model.a(x).mT, scale_factor=0.5).mT).tanh())
+
+    got, expected = loss_of(function, torch.randn(2, 8, 6), torch.randn(4, 12, 6))
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_condition_that_no_step_could_decide_is_refused_when_the_model_is_captured() -> None:
+    captured = capture(lambda: Computes(lambda model, x: model.a(x)), (torch.randn(2, 6, 6),))
+    (length,) = [symbol for symbol, name in captured.symbols.names.items() if name == "s1"]
+    with pytest.raises(CaptureError, match="a condition on sizes"):
+        captured.symbols.guards([sympy.Gt(sympy.cos(length), 0)])

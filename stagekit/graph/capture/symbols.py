@@ -6,7 +6,7 @@ processes agree. Called by graph.capture, graph.cut and graph.cut.stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._sympy.functions import Max, Min
 from torch.utils._sympy.printers import PythonPrinter
 
-from stagekit.errors import CaptureError
+from stagekit.errors import BugError, CaptureError
 from stagekit.plan.contract import Dim, Symbol, TensorSpec
+from stagekit.plan.shapes import evaluate, holds
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,50 @@ class SymbolTable:
         expr = _without_min_max(expr)
         if expr.is_number:
             return int(expr)
-        renamed = expr.xreplace(
-            {old: sympy.Symbol(new, integer=True, positive=True) for old, new in self.names.items()}
-        )
-        return str(PythonPrinter().doprint(renamed))
+        text = self._written(expr)
+        self._check_size(size, text)
+        return text
 
     def guards(self, conditions: Iterable[sympy.Basic]) -> tuple[str, ...]:
         """Return conditions over export's symbols as Python over ours; those over other symbols hold for every chunk."""
         known = [c for c in conditions if c.free_symbols and c.free_symbols <= set(self.names)]
-        renamed = [
-            c.xreplace({old: sympy.Symbol(new, integer=True, positive=True) for old, new in self.names.items()})
-            for c in known
-        ]
-        return tuple(dict.fromkeys(str(PythonPrinter().doprint(c)) for c in renamed if c != sympy.true))
+        texts = tuple(dict.fromkeys(self._written(c) for c in known if c != sympy.true))
+        for text in texts:
+            self._check_form(text, lambda text: holds(text, self._examples()))
+        return texts
+
+    def _written(self, expr: sympy.Basic) -> str:
+        """Return an expression over export's symbols as Python over ours."""
+        named = {old: sympy.Symbol(new, integer=True, positive=True) for old, new in self.names.items()}
+        try:
+            return str(_Printer().doprint(expr.xreplace(named)))
+        except Exception as error:
+            raise _unreadable(str(expr)) from error
+
+    def _examples(self) -> dict[str, int]:
+        return {symbol.name: symbol.example for symbol in self.symbols}
+
+    def _check_form(self, text: str, evaluated: Callable[[str], Any]) -> Any:
+        """Refuse now what no step could evaluate."""
+        try:
+            return evaluated(text)
+        except ZeroDivisionError:  # the example is outside what the expression is for; a step's sizes need not be
+            return None
+        except BugError as error:
+            raise _unreadable(text) from error
+
+    def _check_size(self, size: Any, text: str) -> None:
+        """Refuse an expression that, as written, is another size than the example's."""
+        here = self._check_form(text, lambda text: evaluate(text, self._examples()))
+        value = size.node.expr.xreplace({old: sympy.Integer(self._examples()[new]) for old, new in self.names.items()})
+        if here is not None and value.is_number and int(value) != here:
+            raise _unreadable(text)
 
     def example(self, size: Any) -> Any:
         """Return the value that a symbolic size, float or bool has in the example."""
         if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
             return size
-        by_name = {symbol.name: symbol.example for symbol in self.symbols}
+        by_name = self._examples()
         value = size.node.expr.xreplace({old: sympy.Integer(by_name[new]) for old, new in self.names.items()})
         if isinstance(size, torch.SymBool):
             return bool(value)
@@ -97,6 +123,26 @@ class SymbolTable:
     def example_shape(self, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return size and stride of a fake tensor at the example's sizes."""
         return tuple(self.example(s) for s in tensor.size()), tuple(self.example(s) for s in tensor.stride())
+
+
+class _Printer(PythonPrinter):
+    """Writes what stagekit.plan.shapes evaluates: plain Python, floats in full."""
+
+    def _print_ToFloat(self, expr: sympy.Expr) -> str:
+        return f"float({self._print(expr.args[0])})"
+
+    def _print_Float(self, expr: sympy.Expr) -> str:
+        return repr(float(expr))
+
+    def _print_OpaqueUnaryFn_sqrt(self, expr: sympy.Expr) -> str:
+        return f"math.sqrt({self._print(expr.args[0])})"
+
+
+def _unreadable(text: str) -> CaptureError:
+    return CaptureError(
+        f"the model computes a size or a condition on sizes, {text}, that a step can't work out for other sizes than the "
+        "example's; compute it with +, -, *, /, //, %, min, max, round, floor and ceil, or pass it as an argument"
+    )
 
 
 def _without_min_max(expr: sympy.Expr) -> sympy.Expr:

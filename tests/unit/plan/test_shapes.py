@@ -4,12 +4,24 @@ import pytest
 
 from stagekit.errors import BugError, ShapeError
 from stagekit.plan.seeds import chunk_base, mix
-from stagekit.plan.shapes import chunk_sizes, evaluate
+from stagekit.plan.shapes import chunk_sizes, evaluate, holds
 
 
 @pytest.mark.parametrize(
     ("expression", "size"),
-    [(7, 7), ("s0", 4), ("2*s0 + 1", 9), ("(s0*s1)//3", 8), ("Max(1, s0 - 9)", 1), ("s0**2", 16), ("Mod(s1, 4)", 2)],
+    [
+        *[
+            (7, 7),
+            ("s0", 4),
+            ("2*s0 + 1", 9),
+            ("(s0*s1)//3", 8),
+            ("Max(1, s0 - 9)", 1),
+            ("s0**2", 16),
+            ("Mod(s1, 4)", 2),
+        ],
+        *[("max(7, s1)", 7), ("min(s0, s1)", 4), ("math.trunc(0.75*float(s1))", 4), ("math.ceil(s1 / 4)", 2)],
+        *[("6*max(1, (-4) + s1)", 12), ("round(s0 / 3)", 1), ("s1 & 3", 2), ("abs(s0 + (-s1))", 2)],
+    ],
 )
 def test_shape_expressions_are_evaluated(expression, size):
     assert evaluate(expression, {"s0": 4, "s1": 6}) == size
@@ -18,6 +30,25 @@ def test_shape_expressions_are_evaluated(expression, size):
 def test_an_expression_that_is_none_is_our_bug():
     with pytest.raises(BugError, match="__import__"):
         evaluate("__import__('os')", {})
+
+
+@pytest.mark.parametrize(
+    ("condition", "is_true"),
+    [
+        ("max(7, s1) == 7", True),
+        ("0.75*float(s1) < 4.0", False),
+        ("(s1 / 2) > 2.0", True),
+        ("s0 // (s1 - 6) > 1", False),
+    ],
+)
+def test_conditions_on_sizes_are_decided(condition, is_true):
+    assert holds(condition, {"s0": 4, "s1": 6}) is is_true
+
+
+@pytest.mark.parametrize("condition", ["median(s0) == 4", "s0 < s7"])
+def test_a_condition_that_nobody_can_decide_does_not_count_as_true(condition):
+    with pytest.raises(BugError, match="is unknown"):
+        holds(condition, {"s0": 4, "s1": 6})
 
 
 def test_chunk_sizes_differ_by_at_most_one_and_larger_ones_come_first():
