@@ -1,16 +1,17 @@
 """Does the captured graph compute what the model computes? Asked once, when a plan is made, never on a worker.
 
-By values where four times the model's bytes fit into 2 GiB and into half of the free memory: outputs, every gradient by name, every
-buffer, and the outputs of a second call, on copies, from one seed. Else structurally, on fake tensors: each output has the
-same shape, dtype and reached parameters, and no custom autograd.Function is lost; values stay unchecked, and the plan says
-`self-check: structural`. Called by graph.capture.
+By values where four times the model's bytes fit into 2 GiB and into half of the free memory: outputs, every gradient by
+name and every buffer, of two calls and of calls with other values of what forward counts in attributes, on copies, from one
+seed. Else structurally, on fake tensors: each output has the same shape, dtype and reached parameters, and no custom
+autograd.Function is lost; values stay unchecked, and the plan says `self-check: structural`. Called by graph.capture.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
 from stagekit.graph.capture.copies import in_mode, skeleton_of, twin_of
+from stagekit.graph.capture.counters import other_values, plain_attributes, put
 from stagekit.graph.capture.draws import ConstantDraws
 from stagekit.graph.capture.functions import FunctionRecorder
 from stagekit.graph.capture.lines import line_of_error
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
 _BUDGET_BYTES = 2 << 30  # for four copies; a larger model would also compute for minutes on a core
 _FLOOR = 1e-6  # of the model's largest gradient: a bias before BatchNorm has a gradient of rounding errors only
 _RELATIVE = 1e-4  # of a tensor's largest element: functional twins and cleared strides may change sums slightly
+_VALUES = (
+    "look for values that Python read or computed in forward (.item(), .data, a list), gradients switched on or off by "
+    "hand, and a custom autograd.Function"
+)
+_STATE = "look for state kept outside of parameters and buffers: register it as a buffer and compute with torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,29 +120,49 @@ def _agrees_at_one(
 
 
 def _check_values(captured: Captured, reference: nn.Module, given: list[Any], seed: int) -> None:
-    """Compare outputs, gradients and buffers of `reference`, which is used up, and of the graph on its tensors."""
+    """Compare `reference`, which is used up, with the graph on its tensors, in several calls: state shows in later ones."""
     twin = twin_of(reference)
-    values = [_copy_input(value, captured.device) for value in given]
-    inputs = [_copy_input(v, captured.device) for v in values]
+    _check_call(captured, reference, twin, given, seed, "")
+    before = plain_attributes(reference)
+    _check_call(captured, reference, twin, given, seed + 1, "in a second call, ")
+    for values in other_values(before, plain_attributes(reference)):
+        put(reference, values)
+        names = ", ".join(".".join(filter(None, key)) for key in values)
+        _check_call(captured, reference, twin, given, seed + 2, f"once forward has changed {names} further, ")
+
+
+def _check_call(
+    captured: Captured, reference: nn.Module, twin: nn.Module, given: list[Any], seed: int, when: str
+) -> None:
+    """Compare outputs, gradients and buffers of one step of `reference` and of the graph on `twin`'s tensors."""
+    for module in (reference, twin):
+        module.zero_grad(set_to_none=True)
+    values, inputs = ([_copy_input(value, captured.device) for value in given] for _ in range(2))
     args, kwargs = pytree.tree_unflatten(inputs, captured.in_tree)
     torch.manual_seed(seed)
-    try:
+    with torch.enable_grad(), _in_words(f"{when}the model itself fails on the example inputs"):
         expected = pytree.tree_leaves(reference(*args, **kwargs))
-    except Exception as error:
-        raise CaptureError(
-            f"the model itself fails on the example inputs{line_of_error(error)}: {type(error).__name__}: {error}"
-        ) from error
     torch.manual_seed(seed)
-    got = run_flat(captured, dict(named_tensors(twin)), values)
-    _compare("output", dict(enumerate(expected)), dict(enumerate(got)))
-    _backward(expected)
-    _backward(got)
+    with torch.enable_grad():
+        got = run_flat(captured, dict(named_tensors(twin)), values)
+    _compare(f"{when}output", dict(enumerate(expected)), dict(enumerate(got)))
+    with _in_words(f"{when}the model itself fails in backward on the example inputs"):
+        _backward(expected)
+    with _in_words(f"{when}the capture fails in backward, where the model does not"):
+        _backward(got)
     gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (reference, twin)]
     floor = _FLOOR * max((_largest(gradient) for gradient in gradients[0].values()), default=0.0)
-    _compare("gradient of", gradients[0], gradients[1], floor)
-    _compare("gradient of", _input_gradients(captured, inputs), _input_gradients(captured, values))
-    _compare("buffer", dict(reference.named_buffers()), dict(twin.named_buffers()))
-    _check_again(captured, reference, twin, values, seed)
+    _compare(f"{when}gradient of", gradients[0], gradients[1], floor)
+    _compare(f"{when}gradient of", _input_gradients(captured, inputs), _input_gradients(captured, values))
+    _compare(f"{when}buffer", dict(reference.named_buffers()), dict(twin.named_buffers()))
+
+
+@contextlib.contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CaptureError(f"{what}{line_of_error(error)}: {type(error).__name__}: {error}") from error
 
 
 def _input_gradients(captured: Captured, leaves: list[Any]) -> dict[str, Any]:
@@ -144,18 +171,6 @@ def _input_gradients(captured: Captured, leaves: list[Any]) -> dict[str, Any]:
         for given, leaf in zip(captured.inputs, leaves, strict=True)
         if isinstance(leaf, Tensor) and leaf.requires_grad
     }
-
-
-def _check_again(captured: Captured, reference: nn.Module, twin: nn.Module, given: list[Any], seed: int) -> None:
-    """Compare a second forward: state kept outside of parameters and buffers shows there."""
-    values = [_copy_input(value, captured.device) for value in given]
-    args, kwargs = pytree.tree_unflatten([_copy_input(v, captured.device) for v in values], captured.in_tree)
-    with torch.no_grad():
-        torch.manual_seed(seed + 1)
-        expected = pytree.tree_leaves(reference(*args, **kwargs))
-        torch.manual_seed(seed + 1)
-        got = run_flat(captured, dict(named_tensors(twin)), values)
-    _compare("in a second call, output", dict(enumerate(expected)), dict(enumerate(got)))
 
 
 def _check_start(captured: Captured, reference: nn.Module) -> None:
@@ -223,10 +238,8 @@ def _compare(what: str, expected: dict[Any, Any], got: dict[Any, Any], floor: fl
             continue
         else:
             text = f"is {_word(other)} instead of {_word(value)}"
-        raise CaptureError(
-            f"the capture does not compute what the model computes: {what} {name} {text}; look for a custom "
-            "autograd.Function, values read with .item(), or state kept outside of parameters and buffers"
-        )
+        hint = _STATE if "call, " in what or "further, " in what else _VALUES
+        raise CaptureError(f"the capture does not compute what the model computes: {what} {name} {text}; {hint}")
 
 
 def _comparable(value: Tensor) -> Tensor:
@@ -240,7 +253,7 @@ def _largest(value: Any) -> float:
     """Return the largest finite magnitude in a tensor, 0 for anything else."""
     if not isinstance(value, Tensor) or not value.numel():
         return 0.0
-    return float(value.detach().abs().double().nan_to_num(posinf=0, neginf=0).max())
+    return float(_comparable(value).abs().double().nan_to_num(posinf=0, neginf=0).max())
 
 
 def _word(value: Any) -> str:
