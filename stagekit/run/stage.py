@@ -7,12 +7,12 @@ Called by the executor only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from stagekit.plan.contract import Edge, StageSpec, ValueRef
 
@@ -26,8 +26,9 @@ class StageModule(Protocol):
 
 
 # What a chunk keeps between its forward and its backward: the arguments (received values as leaves), the outputs
-# (with their graph; none when recomputing), the seed base. A tuple: a class costs a call per chunk.
-SavedChunk = tuple[list[Any], tuple[Tensor, ...] | None, int]
+# (with their graph; none when recomputing), the seed base, and when recomputing the written states as its forward found
+# them. A tuple: a class costs a call per chunk.
+SavedChunk = tuple[list[Any], tuple[Tensor, ...] | None, int, tuple[Tensor, ...]]
 
 _ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 
@@ -38,6 +39,30 @@ def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> No
         torch.autograd.backward(roots, gradients)
     else:
         _ENGINE.run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def written_states(module: nn.Module) -> list[Tensor]:
+    """Return what a forward of `module` writes beside its outputs; every buffer, if the module does not say."""
+    ask = getattr(module, "written_states", None)
+    return list(module.buffers()) if ask is None else ask()
+
+
+def reread_states(module: nn.Module) -> list[Tensor]:
+    """Return those of `written_states` whose values a forward computes with."""
+    ask = getattr(module, "reread_states", None)
+    return list(module.buffers()) if ask is None else ask()
+
+
+@contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Whatever runs inside, the states that the module's forward writes have their values back afterwards."""
+    states = [(state, state.detach().clone()) for state in written_states(module)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for state, value in states:
+                state.copy_(value)
 
 
 class StageRunner:
@@ -65,12 +90,13 @@ class StageRunner:
         if not train:
             return self._call(*arguments)
         if self._recompute:
+            found = tuple(state.detach().clone() for state in reread_states(self.module))
             with torch.no_grad():
                 outputs = self._call(*arguments)
-            self._saved[chunk] = (arguments, None, seed_base)
+            self._saved[chunk] = (arguments, None, seed_base, found)
         else:
             outputs = self._call(*arguments)
-            self._saved[chunk] = (arguments, outputs, seed_base)
+            self._saved[chunk] = (arguments, outputs, seed_base, ())
         self.num_chunks_held += 1
         if self.num_chunks_held > self.peak_chunks:
             self.peak_chunks = self.num_chunks_held
@@ -81,11 +107,18 @@ class StageRunner:
 
         `gradients` are those of the outputs in the spec's order; None means zero.
         """
-        arguments, outputs, seed_base = self._saved[chunk]
+        arguments, outputs, seed_base, found = self._saved[chunk]
         del self._saved[chunk]
         self.num_chunks_held -= 1
-        if outputs is None:
-            outputs = self._recomputed(arguments, seed_base)
+        if outputs is not None:
+            self._run_backward(outputs, gradients)
+        else:
+            # until autograd is through: it may read a state that the forward wrote
+            with restored(self.module):
+                self._run_backward(self._recomputed(arguments, seed_base, found), gradients)
+        return self._gradients(arguments)
+
+    def _run_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         roots: tuple[Tensor, ...] = ()
         seeds: tuple[Tensor, ...] = ()
         for output, gradient in zip(outputs, gradients, strict=True):
@@ -94,7 +127,6 @@ class StageRunner:
                 seeds += (gradient,)
         if roots:
             run_backward(roots, seeds)
-        return self._gradients(arguments)
 
     def backward_from(self, chunk: int, root: Tensor, gradient: Tensor | None) -> list[Any]:
         """Like `backward`, from the loss; None: this chunk weighs nothing."""
@@ -121,15 +153,11 @@ class StageRunner:
         self._saved.clear()
         self.num_chunks_held = 0
 
-    def _recomputed(self, arguments: Sequence[Any], seed_base: int) -> tuple[Tensor, ...]:
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+    def _recomputed(self, arguments: Sequence[Any], seed_base: int, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the chunk's forward again, from the states that its first one found."""
+        with torch.no_grad():
+            for state, value in zip(reread_states(self.module), found, strict=True):
+                state.copy_(value)
         self._set_seed_base(seed_base)
         with torch.enable_grad():
-            outputs = self._call(*arguments)
-        # Statistics move once per chunk: write the old ones back. The graph that was just made saved these buffers and
-        # checks their versions, though a backward in training mode does not read their values.
-        tensors = tuple(buffer for buffer, _ in buffers)
-        with torch.no_grad(), _unsafe_preserve_version_counter(tensors):
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        return outputs
+            return self._call(*arguments)

@@ -1,6 +1,6 @@
 """Warm-up: compile a stage's forward and backward before the first step, leaving no trace.
 
-Runs every bucket once on zeros; buffers, gradients and the random state are as before. Used at deploy by run.compiling.
+Runs every bucket once on zeros; what the forward writes, gradients and the random state are as before. Used at deploy by run.compiling.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stagekit.plan.contract import InputRef, ModelSpec, SymbolRef, TensorSpec, ValueRef
 from stagekit.run.layout import concrete
-from stagekit.run.stage import StageRunner, run_backward
+from stagekit.run.stage import StageRunner, restored, run_backward
 
 
 class Warmup:
@@ -26,13 +26,12 @@ class Warmup:
     def run(self) -> None:
         """Run forward and backward once; also after an error everything is as before."""
         runner = self._runner
-        buffers = [(buffer, buffer.clone()) for buffer in runner.module.buffers()]
         gradients = [(parameter, parameter.grad) for parameter in runner.module.parameters()]
         peak = runner.peak_chunks
         for parameter, _ in gradients:
             parameter.grad = None
         try:
-            with torch.random.fork_rng(devices=self._devices), torch.enable_grad():
+            with restored(runner.module), torch.random.fork_rng(devices=self._devices), torch.enable_grad():
                 outputs = runner.forward(0, list(self._arguments), 0, True)
                 if runner.keeps_no_graph:
                     runner.backward(0, [torch.zeros_like(output) for output in outputs])
@@ -45,9 +44,6 @@ class Warmup:
             runner.peak_chunks = peak
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
 
 
 def _example(runner: StageRunner, spec: ModelSpec, device: torch.device) -> list[Any]:

@@ -19,6 +19,7 @@ from stagekit.graph.capture.functions import traits_of
 from stagekit.graph.compile.compilers import AUTO, check_backend, compile_problem
 from stagekit.graph.compile.failures import note_line
 from stagekit.graph.compile.randomness import functional_dropout
+from stagekit.graph.compile.written import reread_states, written_states
 from stagekit.graph.cut.stages import StageGraph, stage_fakes
 from stagekit.graph.values.build import named_tensors
 from stagekit.plan.contract import Bucket, StageSpec
@@ -45,6 +46,8 @@ class StageModule(nn.Module):
         self._takes_tensor_seed = self._draws = False
         self._has_regions = False
         self._slots: list[tuple[dict[str, Any], str]] = []
+        self._written: list[tuple[dict[str, Any], str]] = []
+        self._reread: list[tuple[dict[str, Any], str]] = []
         for name, tensor in tensors.items():
             self._register(name, tensor, name in persistent)
 
@@ -69,21 +72,34 @@ class StageModule(nn.Module):
         compile_with: Callable[[str], Callable[..., Any]],
         states: Sequence[str],
         *,
+        written: Sequence[str],
+        reread: Sequence[str],
         draws: bool,
         has_regions: bool,
         device: str,
     ) -> None:
         """Set what a call runs. Called once, by `make_stage_module`; then `use_backend` says how.
 
-        `compile_with(backend)` returns a function of (*inputs, *states, seed base).
+        `compile_with(backend)` returns a function of (*inputs, *states, seed base). `written` are the states that it
+        writes, `reread` those of them whose values it computes with.
         """
         object.__setattr__(self, "_compile_with", compile_with)
         self._draws, self._has_regions, self._device = draws, has_regions, device
-        self._slots = []
-        for name in states:
-            owner, leaf = self._owner(name)
-            held: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
-            self._slots.append((held, leaf))
+        self._slots = [self._slot(name) for name in states]
+        self._written = [self._slot(name) for name in written]
+        self._reread = [self._slot(name) for name in reread]
+
+    def _slot(self, name: str) -> tuple[dict[str, Any], str]:
+        owner, leaf = self._owner(name)
+        return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf
+
+    def written_states(self) -> list[Tensor]:
+        """Return the parameters, buffers and constants that a forward writes."""
+        return [held[name] for held, name in self._written]
+
+    def reread_states(self) -> list[Tensor]:
+        """Return those of `written_states` whose values change what a forward computes."""
+        return [held[name] for held, name in self._reread]
 
     def use_backend(self, backend: str) -> None:
         """Run through `backend` from now on, with the same tensors: "eager" or a backend of torch.compile."""
@@ -137,6 +153,8 @@ def make_stage_module(
     module.bind(
         lambda backend: _runner(cut, stage, backend),
         names,
+        written=written_states(stage),
+        reread=reread_states(stage),
         draws=stage.draws,
         has_regions=stage.has_regions,
         device=captured.device,
