@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from stagekit.arguments import bucket_rule, check_counts_and_kinds, check_model
 from stagekit.errors import UserError
-from stagekit.graph.buckets.rule import BucketRule
 from stagekit.graph.capture.capture import Captured, capture
 from stagekit.graph.compile.compilers import resolve
 from stagekit.graph.cut.cut import Cut
@@ -164,7 +164,7 @@ def pipeline(
     split: str | Sequence[str] | Balanced = "balanced",
     stages_per_rank: int = 1,
     replicas: int = 1,
-    buckets: Mapping[str, int] | None = None,
+    buckets: Mapping[str, int | str] | None = None,
     loss_weight: LossWeight | None = None,
     args_spec: Sequence[Any] | None = None,
     kwargs_spec: Mapping[str, Any] | None = None,
@@ -189,7 +189,18 @@ def pipeline(
     `Split(dim)` or `Replicate()`, `output_spec` of an output `Cat(dim)`, `Stack()`, `Sum()`, `Mean()` or a function.
     The module and the random state are left as they were. Raises CaptureError, SplitError, ScheduleError, UserError.
     """
+    check_counts_and_kinds(
+        stages=stages,
+        chunks=chunks,
+        stages_per_rank=stages_per_rank,
+        replicas=replicas,
+        seed=seed,
+        compile=compile,
+        loss_fn=loss_fn,
+        split=split,
+    )
     check_counts(stages, stages_per_rank, replicas)
+    bucket_rule(buckets)
     captured = capture_model(
         model,
         args,
@@ -237,6 +248,7 @@ def capture_model(
     repeats a capture that was checked when the plan was made). `lock_dir`: a folder of this node in which its workers
     take turns where a whole model must be built. Raises CaptureError, UserError.
     """
+    check_model(model, args, kwargs)
     return capture(
         model,
         args,
@@ -260,7 +272,7 @@ def plan_pipeline(
     split: str | Sequence[str] | Balanced = "balanced",
     stages_per_rank: int = 1,
     replicas: int = 1,
-    buckets: Mapping[str, int] | None = None,
+    buckets: Mapping[str, int | str] | None = None,
     loss_weight: LossWeight | None = None,
     output_spec: Any = None,
     compile: str = "eager",
@@ -270,9 +282,8 @@ def plan_pipeline(
     measured: bool = True,
 ) -> Pipeline:
     """Second half of `pipeline`: cut and schedule. `at_nodes` repeats the cut of a published plan, without measuring."""
-    rule = BucketRule(buckets["cap"], buckets.get("first")) if buckets and buckets.get("cap") else None
     usage = Usage(schedule, chunks, stages_per_rank, recompute)
-    cut = captured.cut(split, stages, buckets=rule, at_nodes=at_nodes, measured=measured, usage=usage)
+    cut = captured.cut(split, stages, buckets=bucket_rule(buckets), at_nodes=at_nodes, measured=measured, usage=usage)
     plan = make_plan(
         cut.spec,
         schedule=schedule,

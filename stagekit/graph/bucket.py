@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stagekit.graph.buckets.dump import dump
-from stagekit.graph.buckets.fakes import fake_inputs, fake_outputs
+from stagekit.graph.buckets.fakes import as_traced, fake_inputs, fake_outputs
 from stagekit.graph.buckets.rule import BucketRule
 from stagekit.graph.buckets.spans import written_spans
 from stagekit.graph.compile.pieces import Piece, pieces_of
@@ -326,7 +326,8 @@ def _compile_chain(
     outer: fx.GraphModule, example_inputs: Sequence[Any], compile_fns: Sequence[CompileFn]
 ) -> list[list[Any]]:
     """Compile the submodules in order, their inputs fake; return the inputs of each for the dump."""
-    mode, fakes = fake_inputs(example_inputs)
+    placeholders = [node for node in outer.graph.nodes if node.op == "placeholder"]
+    mode, fakes = fake_inputs([as_traced(*pair) for pair in zip(placeholders, example_inputs, strict=True)])
     values: dict[fx.Node, Any] = {}
     arguments = []
     inputs, compilers = iter(fakes), iter(compile_fns)

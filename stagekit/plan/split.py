@@ -35,8 +35,19 @@ class Balanced:
     def __post_init__(self) -> None:
         if self.costs not in COSTS:
             raise SplitError(f"costs is {self.costs!r}; there are {', '.join(COSTS)}")
-        if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise SplitError(f"memory_bytes is {self.memory_bytes}; give the bytes that one rank has, or None")
+        if self.memory_bytes is not None and not (isinstance(self.memory_bytes, int) and self.memory_bytes >= 1):
+            raise SplitError(f"memory_bytes is {self.memory_bytes!r}; give the bytes that one rank has, or None")
+        speeds = self.speeds
+        if speeds is not None and not (isinstance(speeds, list | tuple) and all(map(_is_positive, speeds))):
+            raise SplitError(f"speeds is {speeds!r}; give one number above 0 per rank of a pipeline: (1.0, 0.5)")
+        if not isinstance(self.block_boundaries, bool):
+            raise SplitError(f"block_boundaries is {self.block_boundaries!r}; give True or False")
+        if not _is_positive(self.optimizer_state) and self.optimizer_state != 0:
+            raise SplitError(f"optimizer_state is {self.optimizer_state!r}; give the values per parameter, 2 for Adam")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,8 @@ class LossRunner:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ShapeError(f"the loss function returned {got}; it must return a scalar, the mean over the chunk")
         if train:
+            if self.weights[chunk]:
+                _check_trains(loss)
             self._roots[chunk] = loss
         self.losses.append(loss.detach())
 
@@ -130,3 +132,14 @@ class LossRunner:
             if weight:
                 part += weight * float(loss)
         return part / total
+
+
+def _check_trains(loss: Tensor) -> None:
+    """Refuse what plain torch refuses in backward: a loss that nothing could be learned from."""
+    if not loss.is_floating_point():
+        raise UserError(f"the loss is a {loss.dtype} tensor; a loss to train with is a real floating-point number")
+    if not loss.requires_grad:
+        raise UserError(
+            "the loss does not depend on anything that trains: the model or the loss function detaches it, or every "
+            "parameter is frozen"
+        )

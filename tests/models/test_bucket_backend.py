@@ -65,3 +65,19 @@ def test_a_real_model_splits_into_buckets_and_trains_as_before(make: Callable[[]
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-4, msg=name)
     for (name, buffer), other in zip(model.named_buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(buffer, other, msg=name)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_buckets_of_a_compiled_model_serve_batches_of_other_sizes(inner: str, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    plain = copy.deepcopy(module)
+    run = torch.compile(module, backend=backend(cap_bytes=300, inner=inner), dynamic=dynamic)
+    for rows in (4, 8, 12, 5):
+        x = torch.randn(rows, 8)
+        for each, call in ((module, run), (plain, plain)):
+            each.zero_grad()
+            call(x).sum().backward()
+        for (name, got), expected in zip(module.named_parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(got.grad, expected.grad, rtol=1e-4, atol=1e-5), (name, rows)

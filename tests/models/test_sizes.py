@@ -197,3 +197,19 @@ def test_the_plan_says_when_a_job_is_not_bit_equal_and_why():
     assert "draws random numbers" in stagekit.pipeline(build, **common).plan.bit_equal
     plain = stagekit.pipeline(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **common, replicas=2)
     assert plain.plan.bit_equal == "no (gradients are summed over 2 replicas)"
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda output, target: mean_square(output.detach(), target), "does not depend on anything that trains"),
+        (lambda output, target: output.argmax(), "int64 tensor; a loss to train with"),
+        (lambda output, target: output.sum() * 1j, "complex64 tensor; a loss to train with"),
+    ],
+)
+def test_a_loss_that_nothing_can_be_learned_from_is_refused(loss, words):
+    pipe = stagekit.pipeline(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(4, 4),), loss_fn=loss, stages=2, chunks=2
+    )
+    with pytest.raises(StagekitError, match=words):
+        run_local(pipe, torch.randn(8, 4), target=torch.randn(8, 4))

@@ -12,6 +12,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
+def as_traced(placeholder: fx.Node, example: Any) -> Any:
+    """Return the fake value that dynamo traced with, where it passes a real one: only the fake has symbolic sizes."""
+    traced = placeholder.meta.get("example_value")
+    return traced if isinstance(example, Tensor) and isinstance(traced, FakeTensor) else example
+
+
 def fake_inputs(example_inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
     """Return one fake mode for the examples and the examples as its fake values.
 

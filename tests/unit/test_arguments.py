@@ -1,0 +1,69 @@
+"""What `stagekit.pipeline` is given wrongly is told by its name, before anything is captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stagekit
+from stagekit.arguments import bucket_rule
+from stagekit.errors import StagekitError, UserError
+from stagekit.graph.buckets.rule import BucketRule
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "stages as text": ({"stages": "2"}, "stages is '2'; give a whole number"),
+    "half a chunk": ({"chunks": 1.5}, r"chunks is 1\.5; give a whole number"),
+    "no replica": ({"replicas": 0}, "replicas is 0; give a whole number"),
+    "a large seed": ({"seed": 2**70}, "seed is .*; give a whole number from 0"),
+    "compile: yes": ({"compile": True}, "compile is True; name a compiler"),
+    "no loss": ({"loss_fn": None}, "loss_fn is None; give a function"),
+    "split by number": ({"split": [2]}, r"split is \[2\]; give"),
+    "split of nothing": ({"split": None}, "split is None; give"),
+    "a misspelt bucket": ({"buckets": {"caps": 100}}, "buckets is .*'caps'.*; give"),
+    "a bucket without a cap": ({"buckets": {"first": 100}}, "buckets is .*; give"),
+    "half a byte": ({"buckets": {"cap": 100.5}}, r"buckets: cap is 100\.5; give bytes"),
+    "a bare tensor": ({"args": torch.ones(2, 4)}, r"args is a Tensor; give .* as a tuple: \(x,\)"),
+    "keywords as a list": ({"kwargs": [1]}, "kwargs is a list; give .* as a dict"),
+    "a name": ({"model": "gpt2"}, "model is 'gpt2'; give an nn.Module"),
+    "no values": ({"model": nn.Linear(4, 4, device="meta")}, "weight is on the meta device and has no value; give the"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_argument_is_named_with_what_is_expected(case: str) -> None:
+    changed, words = CASES[case]
+    given: dict[str, Any] = {
+        "model": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        "args": (torch.ones(2, 4),),
+        "loss_fn": lambda output, target: output.mean(),
+        "stages": 2,
+        "chunks": 2,
+    }
+    with pytest.raises(UserError, match=words):
+        stagekit.pipeline(**(given | changed))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speeds": (float("nan"), 1)},
+        {"speeds": 1.0},
+        {"speeds": (1, 0)},
+        {"memory_bytes": "1GiB"},
+        {"block_boundaries": "yes"},
+        {"optimizer_state": -1},
+    ],
+)
+def test_options_of_a_balanced_cut_are_checked(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(StagekitError, match=f"{name} is .*; give"):
+        stagekit.Balanced(**options)
+
+
+def test_buckets_take_sizes_in_words_as_the_job_file_does() -> None:
+    assert bucket_rule({"cap": "25MiB", "first": "1MiB"}) == BucketRule(25 << 20, 1 << 20)
+    assert bucket_rule({"cap": 100, "first": None}) == BucketRule(100)
+    assert bucket_rule({"cap": 0, "first": 1 << 20}) is None
