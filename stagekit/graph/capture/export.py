@@ -6,9 +6,10 @@ outputs and names are is decided in graph.capture, which calls this; flat graphs
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,8 @@ def _exported(
         dict.fromkeys(dims, torch.export.Dim.AUTO) if isinstance(value, Tensor) else None
         for value, dims in zip(values, symbolic, strict=True)
     ]
-    shapes = _by_name(skeleton, pytree.tree_unflatten(hints, in_tree)) if any(symbolic) else None
+    _name_keywords(skeleton, fake_kwargs)
+    shapes = _by_name(skeleton, _shapes_of((fake_args, fake_kwargs), iter(hints))) if any(symbolic) else None
     skeleton.register_forward_hook(lambda _, __, output: register_dataclasses(output))
     with (
         warnings.catch_warnings(),
@@ -135,7 +137,8 @@ def _branches(mode: FakeTensorMode) -> tuple[sympy.Basic, ...]:
     """Return the conditions that Python code of the model or of torch.nn decided on.
 
     Others come from torch's own shape functions. They choose how a fake tensor is laid out, not what the graph holds, and
-    a size for which the operator itself does not work fails when it runs.
+    a size for which the operator itself does not work fails when it runs; how many pieces `chunk` gives is in
+    graph.capture.lists.
     """
     shapes = mode.shape_env
     assert shapes is not None
@@ -171,10 +174,34 @@ def _by_name(module: nn.Module, shapes: Any) -> Any:
             rest = []
         elif rest and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             result[parameter.name] = rest.pop(0)
-    known = {p.name for p in parameters}
-    var_keyword = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
-    extra = {key: value for key, value in named.items() if key not in known}
-    result |= {key: value for key, value in named.items() if key in known}
-    if var_keyword is not None and extra:
-        result[var_keyword] = extra
-    return result
+    return result | named
+
+
+def _name_keywords(module: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Give forward(**kwargs) a signature that names `keywords`: export counts those of a **kwargs twice and gives up."""
+    signature = inspect.signature(module.forward)
+    given = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = {parameter.name for parameter in given}
+    extra = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in keywords if key not in named]
+    if not extra:
+        return
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    forward.__signature__ = signature.replace(parameters=[*given, *extra])  # type: ignore[attr-defined]
+    module.forward = forward
+
+
+def _shapes_of(value: Any, hints: Iterator[Any]) -> Any:
+    """Return the hints of a tree's leaves as export wants them: in lists where the tree holds a dataclass."""
+    node_type = pytree._get_node_type(value)
+    if node_type not in pytree.SUPPORTED_NODES:
+        return next(hints)
+    children, context = pytree.SUPPORTED_NODES[node_type].flatten_fn(value)
+    shapes: Any = [_shapes_of(child, hints) for child in children]
+    if node_type in pytree.BUILTIN_TYPES:
+        return pytree.SUPPORTED_NODES[node_type].unflatten_fn(shapes, context)
+    return type(children)(shapes)
