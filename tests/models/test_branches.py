@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -267,3 +268,80 @@ def test_a_condition_that_no_step_could_decide_is_refused_when_the_model_is_capt
     (length,) = [symbol for symbol, name in captured.symbols.names.items() if name == "s1"]
     with pytest.raises(CaptureError, match="a condition on sizes"):
         captured.symbols.guards([sympy.Gt(sympy.cos(length), 0)])
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        lambda h: h.chunk(4, 1),
+        lambda h: h.chunk(chunks=4, dim=1),
+        lambda h: h.split(2, 1),
+    ],
+)
+def test_another_number_of_pieces_than_the_examples_is_refused(pieces: Any) -> None:
+    def function(model: Any, x: Tensor) -> Tensor:
+        h, summed = model.a(x), 0
+        for number, piece in enumerate(pieces(h)):
+            summed = summed + (number + 1) * piece.mean(1, keepdim=True)
+        return model.c(model.b(summed))
+
+    got, expected = loss_of(function, torch.randn(2, 6, 6), torch.randn(4, 6, 6))
+    assert got == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ShapeError, match=r"captured where .* == 3; here s1 = 8"):
+        loss_of(function, torch.randn(2, 6, 6), torch.randn(4, 8, 6))
+
+
+def test_pieces_of_the_batch_are_refused_for_a_chunk_that_gives_fewer() -> None:
+    def function(model: Any, x: Tensor) -> Tensor:
+        h, summed = model.a(x), 0
+        for number, piece in enumerate(model.b(h).chunk(3, 0)):
+            summed = summed + (number + 1) * piece.mean(0, keepdim=True)
+        return model.c(h + summed)
+
+    got, expected = loss_of(function, torch.randn(4, 6), torch.randn(8, 6))
+    assert got == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ShapeError, match=r"here s0 = [35] is dimension 0"):
+        loss_of(function, torch.randn(4, 6), torch.randn(10, 6))
+
+
+def test_as_many_pieces_of_other_sizes_are_fine() -> None:
+    def function(model: Any, x: Tensor) -> Tensor:
+        q, k, v = model.a(x).chunk(3, -1)
+        first, second = model.b(torch.cat([k, q * v, v], -1)).chunk(2, 1)
+        last = model.c(x).tensor_split(2, 1)[1]
+        return torch.cat([model.c(first + second.mean(1, keepdim=True)), last], 1)
+
+    got, expected = loss_of(function, torch.randn(4, 6, 6), torch.randn(7, 9, 6))
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda h, n: h * (n / 2),
+        lambda h, n: h * (1 / n),
+        lambda h, n: h * math.ceil(n / 2),
+        lambda h, n: h * math.floor(n * 0.7),
+        lambda h, n: h * round(n / 3),
+        lambda h, n: h * round(n / 3, 2),
+        lambda h, n: h * n**-0.5,
+        lambda h, n: Scaled.apply(h, n / 2),
+    ],
+)
+def test_numbers_computed_from_the_batch_size_follow_each_chunks_size(scaled: Any) -> None:
+    def function(model: Any, x: Tensor) -> Tensor:
+        return model.c(model.b(scaled(model.a(x), x.shape[0])).tanh())
+
+    got, expected = loss_of(function, torch.randn(4, 6), torch.randn(9, 6))
+    assert got == pytest.approx(expected, rel=1e-5)

@@ -22,6 +22,7 @@ from stagekit.errors import CaptureError, ShapeError
 from stagekit.graph.capture.export import Exported, export_model
 from stagekit.graph.capture.fingerprint import graph_hash
 from stagekit.graph.capture.limits import table_limits
+from stagekit.graph.capture.lists import list_conditions
 from stagekit.graph.capture.refusals import unwrapped
 from stagekit.graph.capture.selfcheck import self_check
 from stagekit.graph.capture.specs import Leaf, Spec, batch_dims, flatten_named
@@ -68,7 +69,7 @@ class Captured:
     storages: Mapping[str, int]  # node name → number of the memory it lives in
     inputs: tuple[GraphInput, ...]
     symbols: SymbolTable
-    guards: tuple[str, ...]  # conditions over the symbols' names that the model's own branches on sizes put
+    guards: tuple[str, ...]  # conditions over the symbols' names: the model's branches on sizes, numbers of pieces
     aliases: tuple[tuple[str, str], ...]
     tensors: Mapping[str, Tensor]  # fake parameters and buffers by name, also those that the graph does not use
     buffers: frozenset[str]
@@ -236,7 +237,7 @@ def _captured(
         storages=storages,
         inputs=inputs,
         symbols=table,
-        guards=table.guards(model.guards),
+        guards=table.guards([*model.guards, *list_conditions(graph)]),
         aliases=aliases,
         tensors=tensors,
         buffers=frozenset(name for name, _ in skeleton.named_buffers(remove_duplicate=False)),

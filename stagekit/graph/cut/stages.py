@@ -8,7 +8,10 @@ numbers. The chain is run once on fake tensors with autograd on: that gives the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +25,7 @@ from stagekit.errors import CaptureError
 from stagekit.graph.compile.randomness import reseed
 from stagekit.graph.cut.layout import Layout, is_size
 from stagekit.graph.passes.aliasing import is_random
-from stagekit.graph.passes.propagate import propagate
+from stagekit.graph.passes.propagate import line_of, propagate
 from stagekit.graph.passes.regions import move
 from stagekit.plan.contract import Edge, InputRef, OutputSpec, StageInput, SymbolRef, TensorSpec, ValueRef
 
@@ -140,6 +143,59 @@ def _plan(
     )
 
 
+class _Traced(PythonReferenceAnalysis):
+    """Python's arithmetic on sizes as nodes, also where it wants a number at once: round, ceil, division.
+
+    Each function keeps a size symbolic on fake tensors; float() and math.sqrt would make the example's out of it.
+    """
+
+    @staticmethod
+    def to_dtype(x: Any, dtype: torch.dtype) -> Any:
+        return _call(torch.sym_float, x)
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return _call(operator.truediv, a, b)
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return _call(math.trunc, x)
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return _call(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return _call(math.ceil, x)
+
+    @staticmethod
+    def floor(x: Any) -> Any:
+        return _call(torch.sym_float, _call(math.floor, x))
+
+    @staticmethod
+    def ceil(x: Any) -> Any:
+        return _call(torch.sym_float, _call(math.ceil, x))
+
+    @staticmethod
+    def round_to_int(a: Any, dtype: torch.dtype) -> Any:
+        return _call(round, a)
+
+    @staticmethod
+    def round_decimal(a: Any, b: Any) -> Any:
+        return _call(round, a, b)
+
+    @staticmethod
+    def sqrt(x: Any) -> Any:
+        return _call(torch._sym_sqrt, x)  # type: ignore[attr-defined]
+
+
+def _call(function: Callable[..., Any], *operands: Any) -> Any:
+    """Return a function of sizes, as a node if one of them is one."""
+    tracer = next((operand.tracer for operand in operands if isinstance(operand, fx.Proxy)), None)
+    return function(*operands) if tracer is None else tracer.create_proxy("call_function", function, operands, {})
+
+
 class _Builder:
     """Writes one stage's graph."""
 
@@ -162,7 +218,13 @@ class _Builder:
             return value
         tracer = fx.proxy.GraphAppendingTracer(self.graph)
         known = {symbol: fx.Proxy(held, tracer) for symbol, held in self.symbols.items()}
-        result = sympy_interp(PythonReferenceAnalysis, known, value.node.expr)
+        try:
+            result = sympy_interp(_Traced, known, value.node.expr)
+        except Exception as error:
+            raise CaptureError(
+                f"{node.name}{line_of(node)} is a number computed from sizes, {value.node.expr}, that a stage can't compute; "
+                "use +, -, *, /, //, round, floor and ceil, or pass it as an argument"
+            ) from error
         return result.node if isinstance(result, fx.Proxy) else result
 
     def copy(self, node: fx.Node) -> None:
@@ -263,6 +325,7 @@ def _settle_outputs(
     """Run the stage on fake tensors; clone outputs that alias an input or are not dense. Returns the outputs' fakes."""
     fakes = stage_fakes(captured, stage, edge_fakes)
     storages = propagate(stage.graph, fakes, captured.mode)
+    _check_still_symbolic(captured)
     given = {storages[node.name] for node in stage.graph.nodes if node.op == "placeholder" and node.name in storages}
     output = _output(stage.graph)
     results = []
@@ -284,6 +347,20 @@ def _settle_outputs(
     output.args = (tuple(new_arguments),)
     stage.graph.lint()
     return replace(stage, storages=storages), results
+
+
+def _check_still_symbolic(captured: Captured) -> None:
+    """Refuse a stage that turned a size into the example's: its edges would be wrong for every other chunk."""
+    replaced = captured.mode.shape_env.replacements if captured.mode.shape_env else {}
+    fixed = [name for old, name in captured.symbols.names.items() if old in replaced and replaced[old].is_number]
+    if fixed:
+        names = {
+            s.name: f"dimension {s.dim} of {captured.inputs[s.graph_input].name}" for s in captured.symbols.symbols
+        }
+        raise CaptureError(
+            f"{names[fixed[0]]} may differ between chunks, but a stage computes with it in a way that holds for the example's "
+            "size only; compute with +, -, *, /, //, round, floor and ceil of sizes, or pass the number as an argument"
+        )
 
 
 def _parameter(captured: Captured, parameter: Tensor) -> nn.Parameter:
@@ -331,7 +408,7 @@ def _merge_dim(captured: Captured, spec: TensorSpec) -> int | None:
     """Return the dimension that carries the batch: a batch symbol, or as many rows as a static example has."""
     batch = {symbol.name for symbol in captured.symbols.symbols if symbol.is_batch}
     for dim, size in enumerate(spec.shape):
-        if isinstance(size, str) and batch & set(size.replace("(", " ").replace(")", " ").replace("*", " ").split()):
+        if isinstance(size, str) and batch & set(re.findall(r"\w+", size)):
             return dim
     rows = {
         given.tensor.shape[given.split_dim] for given in captured.inputs if given.tensor and given.split_dim is not None
