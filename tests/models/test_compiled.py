@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,3 +104,53 @@ def test_seeds_do_not_compile_a_stage_of_fixed_sizes_again() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(2, 5):
             torch.testing.assert_close(compiled.forward((x,), seed_base=seed), eager.forward((x,), seed_base=seed))
+
+
+class Attends(nn.Module):
+    """Attention with dropout, called with `options` and a mask made in forward."""
+
+    def __init__(self, options: dict[str, Any], autocast: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.options, self.autocast = options, autocast
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length = x.shape[0], x.shape[1]
+        options = dict(self.options)
+        if kind := options.pop("mask", None):
+            seen = torch.ones(length, length, dtype=torch.bool).tril(-1)
+            options["attn_mask"] = (
+                seen if kind == "bool" else torch.zeros(length, length).masked_fill(~seen, -torch.inf)
+            )
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            q, k, v = self.first(x).view(rows, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+            h = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, **options)
+        return self.last(h.transpose(1, 2).reshape(rows, length, 8).float())
+
+
+ATTENTIONS: dict[str, tuple[dict[str, Any], bool]] = {
+    "a row that sees nothing": ({"mask": "bool"}, False),
+    "a row of minus infinity": ({"mask": "float"}, False),
+    "a negative scale": ({"scale": -0.5}, False),
+    "a scale of zero": ({"scale": 0.0}, False),
+    "causal under autocast": ({"is_causal": True}, True),
+    "a float mask under autocast": ({"mask": "float"}, True),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_compiled_attention_with_dropout_is_the_eager_one(name: str, backend: str) -> None:
+    options, autocast = ATTENTIONS[name]
+    x = torch.randn(4, 5, 8)
+    cut = capture(lambda: Attends(options, autocast), (x,), seed=1).cut("layers", 1, measured=False)
+    torch._dynamo.reset()
+    eager, compiled = Chain(cut), Chain(cut, compile=backend)
+    expected, got = eager.forward((x,), seed_base=3), compiled.forward((x,), seed_base=3)
+    assert bool(expected.isfinite().all())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    eager.backward(expected.square().sum())
+    compiled.backward(got.square().sum())
+    tolerance = 2e-2 if autocast else 1e-4  # a bfloat16 has 8 bits, and compilers round to it less often
+    for key, gradient in eager.gradients().items():
+        torch.testing.assert_close(compiled.gradients()[key], gradient, rtol=tolerance, atol=tolerance)

@@ -109,16 +109,37 @@ def dropout_attention(
     base: Tensor,
     k: int,
 ) -> Tensor:
-    """Attention written out, as torch's math backend does it, with dropout by `keep_mask`."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
-        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    factor = query.size(-1) ** -0.5 if scale is None else scale
-    scores = (query * factor**0.5) @ (key * factor**0.5).transpose(-2, -1)
-    if is_causal:
-        causal = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
-        scores = scores.masked_fill(~causal, float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1)
-    return (weights * torch.ops.stagekit.keep_mask(weights.detach(), p, base, k)) @ value  # type: ignore[no-any-return]
+    """Attention written out, as torch's math backend does it, with dropout by `keep_mask`.
+
+    Half types are computed in float32, and a row that sees nothing gives 0. Autocast reaches the operands only.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (_as_autocast(t, device) for t in (query, key, value))
+        mask = mask if mask is None else _as_autocast(mask, device)
+    given = query.dtype
+    with torch.autocast(device, enabled=False):
+        query, key, value = (_widened(t) for t in (query, key, value))
+        if enable_gqa:
+            key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+            value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+        factor = query.size(-1) ** -0.5 if scale is None else scale
+        root = abs(factor) ** 0.5
+        scores = (query * (root if factor >= 0 else -root)) @ (key * root).transpose(-2, -1)
+        if is_causal:
+            causal = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+            scores = scores.masked_fill(~causal, float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        weights = torch.ops.aten._safe_softmax.default(scores, -1)
+        kept = torch.ops.stagekit.keep_mask(weights.detach(), p, base, k)
+        return ((weights * kept) @ value).to(given)  # type: ignore[no-any-return]
+
+
+def _as_autocast(tensor: Tensor, device: str) -> Tensor:
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(device)) if eligible else tensor
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
