@@ -82,6 +82,44 @@ def test_another_dtype_or_mode_or_frozen_parameter_has_another_hash() -> None:
     assert len(hashes) == 4
 
 
+class Options:
+    """What a custom Function may be given beside tensors and numbers."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.names = {"factor", "names"}
+
+
+class Configured(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, options: Options) -> Tensor:
+        return x * options.factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+class WithAttributes(nn.Module):
+    """A table that is no buffer, and an object that a custom Function gets."""
+
+    def __init__(self, table: float = 1.0, factor: float = 1.0) -> None:
+        super().__init__()
+        self.layer, self.table, self.options = nn.Linear(4, 4), torch.tensor([table] * 4), Options(factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Configured.apply(self.layer(x) * self.table, self.options)  # type: ignore[no-any-return]
+
+
+def test_values_in_plain_attributes_and_in_objects_given_to_functions_count() -> None:
+    def hash_with(**values: float) -> str:
+        return capture(lambda: WithAttributes(**values), (torch.ones(3, 4),), check=False).graph_hash
+
+    assert hash_with() == hash_with()
+    assert len({hash_with(), hash_with(table=2.0), hash_with(factor=2.0)}) == 3
+    assert capture(WithAttributes(), (torch.ones(3, 4),), check=False).graph_hash == hash_with()
+
+
 def test_the_versions_of_the_models_packages_count(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = capture(Model(), inputs(), check=False).graph
     sources = ["hypothesis.nothing"]

@@ -20,11 +20,12 @@ from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError, ShapeError
 from stagekit.graph.capture.export import Exported, export_model
-from stagekit.graph.capture.fingerprint import graph_hash
+from stagekit.graph.capture.fingerprint import attribute_values, graph_hash
 from stagekit.graph.capture.limits import table_limits
 from stagekit.graph.capture.lists import list_conditions
 from stagekit.graph.capture.refusals import unwrapped
 from stagekit.graph.capture.selfcheck import self_check
+from stagekit.graph.capture.sharing import check_sharing, written_names
 from stagekit.graph.capture.specs import Leaf, Spec, batch_dims, flatten_named
 from stagekit.graph.capture.symbols import SymbolTable, symbol_table
 from stagekit.graph.passes.aliasing import clone_written_inputs, functionalise, snapshot_buffers
@@ -222,6 +223,8 @@ def _captured(
     _check_symbols(graph, table)
     table = table.with_maximum(table_limits(graph, table))
     storages = _settle(graph, origins, fakes, mode)
+    held = {name: origin.name for name, origin in origins.items() if origin.kind != "input"}
+    check_sharing(module, held.values(), written_names(graph, storages, held))
     inputs = tuple(
         GraphInput(leaf.name, table.spec(fake), split_dim)
         if isinstance(leaf.value, Tensor) and fake is not None
@@ -252,7 +255,7 @@ def _captured(
         graph_hash=graph_hash(
             graph,
             (inputs, table.symbols, device, training, aliases, str(out_tree)),
-            {**tensors, **lifted},
+            {**tensors, **attribute_values(module), **lifted},
             [type(child).__module__ for child in module.modules()],
         ),
         self_check="none (not asked for)",

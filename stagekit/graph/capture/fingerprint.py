@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stagekit.graph.capture.functions import traits_of
+from stagekit.graph.values.build import named_tensors
 
 
 def graph_hash(graph: fx.Graph, facts: Any, tensors: Mapping[str, Tensor], sources: Iterable[str]) -> str:
@@ -33,6 +34,20 @@ def graph_hash(graph: fx.Graph, facts: Any, tensors: Mapping[str, Tensor], sourc
         context = node.meta.get("context")
         digest.update(f"{node.name}|{_target(node)}|{node.args}|{node.kwargs}|{context}\n".encode())
     return digest.hexdigest()[:32]
+
+
+def attribute_values(module: nn.Module) -> dict[str, Tensor]:
+    """Return the real tensors that the module holds as plain attributes: forward reads their values as constants."""
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {
+        name: tensor
+        for name, tensor in named_tensors(module)
+        if name not in known
+        and not isinstance(tensor, FakeTensor)
+        and tensor.device.type != "meta"
+        and tensor.layout == torch.strided
+    }
 
 
 def _versions(sources: Iterable[str]) -> list[tuple[str, str]]:

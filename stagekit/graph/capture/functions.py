@@ -245,10 +245,38 @@ def _digest(cls: Any, constants: Sequence[Any]) -> str:
         source = inspect.getsource(cls)
     except (OSError, TypeError):
         source = ""
-    plain = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.memory_format)
-    shown = [repr(value) if isinstance(value, plain) else type(value).__qualname__ for value in constants]
-    text = repr((cls.__module__, cls.__qualname__, source, shown))
+    text = repr((cls.__module__, cls.__qualname__, source, [_shown(value) for value in constants]))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _shown(value: Any, depth: int = 4) -> Any:
+    """Return what a constant holds in a form whose repr has no address: attributes and items, a few levels down."""
+    plain = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.memory_format)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, plain):
+        return kind, repr(value)
+    if isinstance(value, Tensor):
+        return kind, tuple(map(str, value.shape)), str(value.dtype)
+    if isinstance(value, type) or inspect.isroutine(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    if depth == 0:
+        return kind
+    if isinstance(value, list | tuple):
+        return kind, [_shown(item, depth - 1) for item in value]
+    if isinstance(value, set | frozenset):
+        return kind, sorted(repr(_shown(item, depth - 1)) for item in value)
+    held = value if isinstance(value, dict) else _attributes(value)
+    return kind, sorted((repr(_shown(key, depth - 1)), repr(_shown(item, depth - 1))) for key, item in held.items())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots included."""
+    slots = [name for cls in type(value).__mro__ for name in _names(vars(cls).get("__slots__", ()))]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | dict(getattr(value, "__dict__", {}))
+
+
+def _names(slots: Any) -> list[str]:
+    return [slots] if isinstance(slots, str) else list(slots)
 
 
 def _without_our_frames(stack_trace: str | None) -> str | None:
