@@ -38,7 +38,9 @@ class StageModule(nn.Module):
     _run: Callable[..., tuple[Tensor, ...]]
     _compile_with: Callable[[str], Callable[..., Any]]
 
-    def __init__(self, spec: StageSpec, tensors: Mapping[str, Tensor], persistent: frozenset[str]) -> None:
+    def __init__(
+        self, spec: StageSpec, tensors: Mapping[str, Tensor], buffers: frozenset[str], persistent: frozenset[str]
+    ) -> None:
         super().__init__()
         object.__setattr__(self, "buckets", spec.buckets)
         object.__setattr__(self, "_run", None)
@@ -49,11 +51,11 @@ class StageModule(nn.Module):
         self._written: list[tuple[dict[str, Any], str]] = []
         self._reread: list[tuple[dict[str, Any], str]] = []
         for name, tensor in tensors.items():
-            self._register(name, tensor, name in persistent)
+            self._register(name, tensor, name in buffers, name in persistent)
 
-    def _register(self, name: str, tensor: Tensor, persistent: bool) -> None:
+    def _register(self, name: str, tensor: Tensor, is_buffer: bool, persistent: bool) -> None:
         owner, leaf = self._owner(name)
-        if isinstance(tensor, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) and not is_buffer:  # a model may register a parameter as a buffer too
             owner.register_parameter(leaf, tensor)
         else:
             owner.register_buffer(leaf, tensor, persistent=persistent)
@@ -148,7 +150,8 @@ def make_stage_module(
         )
     held = _materialise(cut, stage, device, dtype) if tensors is None else _shared(cut, stage, tensors)
     constants = {s.name for s in stage.states if s.kind == "constant"}
-    module = StageModule(spec, held, captured.persistent - constants)
+    buffers = frozenset(name for name, _ in captured.module.named_buffers(remove_duplicate=False))
+    module = StageModule(spec, held, buffers, captured.persistent - constants)
     names = [state.name for state in stage.states]
     module.bind(
         lambda backend: _runner(cut, stage, backend),
