@@ -15,9 +15,11 @@ from reference import Chain
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import stagekit
 from stagekit.graph.capture.capture import capture
 from stagekit.graph.capture.copies import twin_of
 from stagekit.graph.capture.refusals import unwrapped
+from stagekit.testing import run_local
 
 
 class Model(nn.Module):
@@ -142,3 +144,27 @@ def test_an_odd_model_that_is_right_is_cut_as_any_other(name: str) -> None:
         assert torch.allclose(gradients[key], parameter.grad, rtol=1e-4, atol=1e-5), key
     for key, value in reference.state_dict().items():
         assert torch.allclose(chain.state_dict()[key], value, rtol=1e-5, atol=1e-6), key
+
+
+def test_a_view_taken_without_gradients_of_a_value_that_crosses_a_cut_trains_as_in_the_model() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            with torch.no_grad():
+                view = h.view(-1, 2, 3)
+            return self.c(h) + (self.b(x).view(-1, 2, 3) * view).flatten(1)
+
+    x = torch.randn(4, 6)
+    torch.manual_seed(0)
+    plain = Views()
+    plain(x).square().mean().backward()
+    pipe = stagekit.pipeline(
+        Views, args=(x[:2],), loss_fn=lambda output, target: output.square().mean(), stages=3, chunks=2
+    )
+    grads = run_local(pipe, x, target=torch.zeros(4)).grads
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)

@@ -56,7 +56,7 @@ def propagate(graph: fx.Graph, fakes: Mapping[str, Any], mode: FakeTensorMode) -
                 storages[node.name] = number
         reached = _reached_by(outputs)
         for node, value in values.items():
-            node.meta["reached"] = isinstance(value, Tensor) and value.requires_grad and _is_reached(value, reached)
+            node.meta["reached"] = _flowing_edge(value) in reached
     for node, value in values.items():
         node.meta["val"] = value.detach() if isinstance(value, Tensor) else _detached(value)
         node.meta["requires_grad"] = isinstance(value, Tensor) and value.requires_grad
@@ -70,16 +70,20 @@ def _edge_of(value: Tensor) -> tuple[Any, int]:
     return edge.node, edge.output_nr
 
 
-def _is_reached(value: Tensor, reached: set[tuple[Any, int]]) -> bool:
+def _flowing_edge(value: Any) -> tuple[Any, int] | None:
+    """Return the edge that a gradient of `value` flows into; None where none does."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return None
     try:
-        return _edge_of(value) in reached
+        edge = _edge_of(value)
     except RuntimeError:  # one of several views of memory that was written later: autograd lets nobody read it any more
-        return False
+        return None
+    return edge if edge[0] is not None else None
 
 
 def _reached_by(outputs: list[Any]) -> set[tuple[Any, int]]:
     """Return the gradient edges (autograd node, number of its output) that backward passes from `outputs`."""
-    reached = {_edge_of(value) for value in outputs if isinstance(value, Tensor) and value.requires_grad}
+    reached = {edge for value in outputs if (edge := _flowing_edge(value)) is not None}
     todo = [node for node, _ in reached]
     visited: set[Any] = set()
     while todo:
