@@ -245,8 +245,12 @@ def one_at_a_time(lock_dir: Path | None) -> Iterator[None]:
 def _without_values(module: nn.Module) -> nn.Module:
     """Return a copy of `module` with meta tensors for its large values; the module itself where it can't be copied."""
     memo: dict[int, Any] = {}
+    memories: dict[int, Any] = {}  # tensors on the same memory stay so
     for _, tensor in named_tensors(module):
-        empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        real = tensor.untyped_storage()
+        empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+        memory = memories.setdefault(real._cdata, torch.UntypedStorage(real.nbytes(), device="meta"))
+        empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     try:
