@@ -82,6 +82,34 @@ def to_numpy(model: Any, h: Tensor, x: Tensor) -> Tensor:
     return h + torch.from_numpy(numpy.sin(x.detach().numpy()))
 
 
+def packed(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    sequences = nn.utils.rnn.pack_padded_sequence(h[:, None].expand(-1, 2, -1), [2, 2, 1, 1], batch_first=True)
+    return model.recurrent(sequences)[1][0][0]  # type: ignore[no-any-return]
+
+
+def averaged(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return model.norm(h)  # type: ignore[no-any-return]
+
+
+def counts_in_a_tensor(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    model.seen += 1
+    return h * model.seen  # type: ignore[no-any-return]
+
+
+def assigns_data(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    model.first.weight.data = model.first.weight.data * 2
+    return h
+
+
+def detaches_by_data(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * h.data.mean() + model.second.weight.data.sum()  # type: ignore[no-any-return]
+
+
+def writes_data(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    h.data.mul_(2)
+    return h
+
+
 def hooked(model: Any, h: Tensor, x: Tensor) -> Tensor:
     h.register_hook(lambda grad: grad * 2)
     return h
@@ -127,6 +155,28 @@ def remembered(model: Any, h: Tensor, x: Tensor) -> Tensor:
 def test_what_a_graph_cannot_hold_is_refused_with_the_line(middle: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(Model(middle), (x_of(),), check=False)
+
+
+@pytest.mark.parametrize(
+    ("middle", "attributes", "message"),
+    [
+        (packed, {"recurrent": nn.LSTM(6, 6, batch_first=True)}, r"pack_padded_sequence.*mask its outputs"),
+        (averaged, {"norm": nn.BatchNorm1d(6, momentum=None)}, r"norm is a BatchNorm with momentum=None"),
+        (counts_in_a_tensor, {"seen": torch.zeros(6)}, r"seen of Model is written.*register it as a buffer"),
+        (assigns_data, {}, rf"\.data of a tensor is assigned in forward {LINE}, in assigns_data"),
+    ],
+)
+def test_what_needs_other_words_says_what_to_do_and_prints_nothing(
+    middle: Any, attributes: Any, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(Model(middle, **attributes), (x_of(),))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("middle", [detaches_by_data, writes_data])
+def test_data_of_a_tensor_is_the_tensor_without_gradient(middle: Any) -> None:
+    assert capture(Model(middle), (x_of(),)).self_check == "values"
 
 
 @pytest.mark.parametrize(("middle", "attributes"), [(counted, {"calls": 0}), (remembered, {"last": torch.zeros(4, 6)})])

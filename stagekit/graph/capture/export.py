@@ -26,7 +26,7 @@ from stagekit.graph.capture.draws import ConstantDraws
 from stagekit.graph.capture.functions import FunctionRecorder
 from stagekit.graph.capture.lines import is_torch_internal
 from stagekit.graph.capture.modes import NotedModes
-from stagekit.graph.capture.quirks import without_value_checks
+from stagekit.graph.capture.quirks import DataIsDetached, quiet, without_value_checks
 from stagekit.graph.capture.refusals import check_module, is_about_values, refusal, watched
 from stagekit.graph.capture.specs import Leaf, example_rows, register_dataclasses, symbolic_dims
 
@@ -114,8 +114,10 @@ def _exported(
         torch.enable_grad(),
         NotedModes(),
         without_value_checks(),
+        quiet(),
         watched(),
         ConstantDraws(),
+        DataIsDetached(),
         FunctionRecorder(skeleton) as functions,
     ):
         # of recurrent layers' own lists; what matters is found by the self-check's second call

@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from stagekit.errors import CaptureError
 from stagekit.graph.capture.functions import is_recording
 from stagekit.graph.capture.lines import is_ours, line_here, line_of_error
+from stagekit.graph.values.build import named_tensors
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 _BRANCH = (
@@ -104,6 +105,19 @@ def refusal(module: nn.Module, error: BaseException) -> CaptureError:
     head = f"{type(module).__name__} can't be captured{line_of_error(error)}{_source(error)}"
     text = str(error)
     first = text.splitlines()[0] if text else ""
+    if "doesn't match mode" in text and "FakeTensorMode" in text:
+        return CaptureError(f"{head}: {_outside(module)}")
+    if "failed to unpack the object at pos" in text and "FakeTensor" in text:
+        return CaptureError(
+            f"{head}: a size is a tensor there, as in packed sequences (pack_padded_sequence), whose sizes depend on "
+            "values; give the layer padded sequences and mask its outputs, or compute the size from shapes"
+        )
+    averages = next((path for path, child in module.named_modules() if _averages_all(child)), None)
+    if averages is not None and isinstance(error, GuardOnDataDependentSymNode):
+        return CaptureError(
+            f"{head}: {averages} is a BatchNorm with momentum=None, which reads the number of batches in Python; give it "
+            "a momentum"
+        )
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
         return CaptureError(f"{head}: it {_BRANCH}")
     if isinstance(error, DynamicOutputShapeException):
@@ -119,6 +133,21 @@ def refusal(module: nn.Module, error: BaseException) -> CaptureError:
             "lists, dicts and dataclasses of them"
         )
     return CaptureError(f"{head}: {type(error).__name__}: {first}")
+
+
+def _outside(module: nn.Module) -> str:
+    """Say which tensors are neither parameters nor buffers of `module` and may be what an in-place write mixed in."""
+    registered = {id(t) for t in (*module.parameters(), *module.buffers())}
+    names = [name for name, tensor in named_tensors(module) if id(tensor) not in registered]
+    what = f"{', '.join(names)} of {type(module).__name__}" if names else "a tensor"
+    return (
+        f"{what} is written in forward and is neither a parameter nor a buffer, so no stage would own it; register it as "
+        "a buffer: self.register_buffer(name, tensor)"
+    )
+
+
+def _averages_all(child: nn.Module) -> bool:
+    return isinstance(child, nn.modules.batchnorm._NormBase) and child.momentum is None and child.track_running_stats
 
 
 def _source(error: BaseException) -> str:
