@@ -247,16 +247,23 @@ def _without_values(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     memories: dict[int, Any] = {}  # tensors on the same memory stay so
     for _, tensor in named_tensors(module):
-        real = tensor.untyped_storage()
-        empty = torch.empty(0, dtype=tensor.dtype, device="meta")
-        memory = memories.setdefault(real._cdata, torch.UntypedStorage(real.nbytes(), device="meta"))
-        empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+        empty = _on_meta(tensor, memories)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     try:
         return copy.deepcopy(module, memo)
     except Exception:
         return module
+
+
+def _on_meta(tensor: Tensor, memories: dict[int, Any]) -> Tensor:
+    try:
+        real = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    memory = memories.setdefault(real._cdata, torch.UntypedStorage(real.nbytes(), device="meta"))
+    empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+    return empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
