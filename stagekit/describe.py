@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stagekit.api import capture_model, plan_pipeline
-from stagekit.errors import ScheduleError, SplitError, StagekitError, WeightsError
+from stagekit.errors import ScheduleError, SplitError, StagekitError, UserError, WeightsError
 from stagekit.graph.compile.compilers import check_backend
 from stagekit.load import load_program
 from stagekit.run.allocator import keep_freed_memory
@@ -31,6 +31,8 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
     program = load_program(spec["program"], spec["params"], source_dir)
     pipeline, seed = spec["pipeline"], spec["train"]["seed"]
     program.chunks, program.replicas = pipeline["chunks"], pipeline["replicas"]
+    if hasattr(program, "check_data"):
+        program.check_data()
     args, kwargs = program.example_inputs()
     check_backend(pipeline["compile"])
     captured = capture_model(
@@ -60,6 +62,8 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
     return {"ok": True, "plan": json.loads(pipe.plan.to_json()), "picture": str(pipe.plan)}
 
 
+_NEEDED = ("program", "params", "pipeline", "train", "init", "weights")
+
 # Which field of the job file an error is about.
 _FIELDS: dict[type[Exception], str] = {
     SplitError: "pipeline.split",
@@ -76,7 +80,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     own = [f for f in own if not f.filename.startswith("<")]
     text = str(error) if isinstance(error, StagekitError) else f"{type(error).__name__}: {error}"
     field = next((name for kind, name in _FIELDS.items() if isinstance(error, kind)), "program")
-    if isinstance(error, WeightsError) and "is not there" in text:
+    if (isinstance(error, WeightsError) and "is not there" in text) or "on this node: " in text:
         text += "; where only the nodes have it, pipectl submit --no-check leaves this to them"
     return {
         "ok": False,
@@ -87,18 +91,28 @@ def failure(error: BaseException) -> dict[str, Any]:
     }
 
 
+def _read_spec() -> dict[str, Any]:
+    try:
+        spec = json.loads(sys.stdin.buffer.read())
+    except ValueError as error:
+        raise UserError(f"the spec on stdin is no JSON: {error}") from error
+    missing = [name for name in _NEEDED if not isinstance(spec, dict) or name not in spec]
+    if missing:
+        raise UserError(f"the spec on stdin lacks {', '.join(missing)}; give a whole job (pipeapi.jobspec.to_dict)")
+    return dict(spec)
+
+
 def main() -> int:
     """Read a spec from stdin, write one JSON document to stdout."""
     parser = argparse.ArgumentParser(prog="python -m stagekit.describe", description="Plan a job.")
     parser.add_argument("--source", help="folder that goes first on the import path")
     parser.add_argument("--quick", action="store_true", help="check only: no costs are measured")
     flags = parser.parse_args()
-    spec = json.load(sys.stdin)
     torch.set_num_threads(1)
     keep_freed_memory()  # costs are measured as workers run
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            document = plan_job(spec, flags.source, quick=flags.quick)
+            document = plan_job(_read_spec(), flags.source, quick=flags.quick)
         except Exception as error:
             document = failure(error)
     print(json.dumps(document))

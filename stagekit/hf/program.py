@@ -58,6 +58,16 @@ class Program(ProgramDefaults):
         pack: bool = True,
         seed: int = 0,
     ) -> None:
+        _check_kinds(
+            sequence=sequence,
+            batch=batch,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            decay_steps=decay_steps,
+            pack=pack,
+            seed=seed,
+        )
         self.folder = Path(folder)
         self.config = _read_config(self.folder)
         self.task = task if task != "auto" else _task_of(self.config, self.folder)
@@ -67,14 +77,12 @@ class Program(ProgramDefaults):
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps, self.lr_schedule, self.decay_steps = warmup_steps, lr_schedule, decay_steps
         self.files = find_files(data, source_dir)
-        self.dtype = getattr(torch, dtype, None)
+        self.dtype = getattr(torch, str(dtype), None)
         self._check(dtype)
 
     def _check(self, dtype: str) -> None:
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise UserError(f"params.dtype is {dtype!r}; use float32 or bfloat16")
-        if self.sequence < 2 or self.batch < 1:
-            raise UserError(f"params: sequence {self.sequence} is at least 2, batch {self.batch} at least 1")
         limit = getattr(self.config, "max_position_embeddings", None)
         if isinstance(limit, int) and self.sequence > limit:
             raise UserError(f"params.sequence is {self.sequence}, but the model in {self.folder} takes at most {limit}")
@@ -101,7 +109,7 @@ class Program(ProgramDefaults):
             raise UserError(f"{self.folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
         try:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        except (OSError, ValueError, ImportError) as error:
+        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             raise UserError(f"{self.folder} has no tokenizer that can be loaded: {_first_line(error)}") from error
 
     @property
@@ -167,6 +175,10 @@ class Program(ProgramDefaults):
 
     # ---- data
 
+    def check_data(self) -> None:
+        """Raise UserError unless `params.data` gives a batch; a plan asks before anything starts."""
+        next(self.batches(0, 0, self.replicas))
+
     def batches(self, start_step: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yield this replica's rows of every step from `start_step`."""
         mine = share_of(self.batch, replica, replicas)
@@ -200,7 +212,12 @@ class Program(ProgramDefaults):
         if self.pack:
             return [packed(streams, width, pad, overlap=width - self.sequence)]
         step = self.sequence
-        return [padded([s[i : i + width] for s in streams for i in range(0, max(1, len(s) - 1), step)], width, pad)]
+        starts = [(s, i) for s in streams for i in range(0, max(1, len(s) - 1), step)]
+        least = 2 if self.task == "causal" else 1  # a row with nothing to predict trains nothing
+        rows = [s[i : i + width] for s, i in starts if len(s) - i >= least]
+        if not rows:
+            raise UserError(f"params.data: no document in {', '.join(map(str, self.files))} has a token to predict")
+        return [padded(rows, width, pad)]
 
     def _batch(self, sides: Sequence[Rows], draws: np.random.Generator, mine: slice) -> Batch:
         rows = sides[0]
@@ -238,6 +255,29 @@ class Program(ProgramDefaults):
                 f"{self.folder}/config.json has no decoder_start_token_id; add the token decoding starts with"
             )
         return np.concatenate([np.full((len(tokens), 1), start, np.int64), tokens[:, :-1]], axis=1)
+
+
+_REAL = (int, float)
+_KINDS: dict[str, tuple[tuple[type, ...], float, str]] = {  # parameter → kinds, least value, words
+    "sequence": ((int,), 2, "tokens of a row, a whole number of at least 2"),
+    "batch": ((int,), 1, "rows of a step, a whole number of at least 1"),
+    "learning_rate": (_REAL, 0, "a number of at least 0"),
+    "weight_decay": (_REAL, 0, "a number of at least 0"),
+    "warmup_steps": ((int,), 0, "steps, a whole number of at least 0"),
+    "decay_steps": ((int,), 0, "a step, a whole number of at least 0"),
+    "seed": ((int,), 0, "a whole number of at least 0"),
+}
+
+
+def _check_kinds(*, pack: object, **values: Any) -> None:
+    for name, value in values.items():
+        kinds, least, words = _KINDS[name]
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_number or not least <= float(value) < math.inf:
+            hint = "; YAML reads 2e-5 as text, write 2.0e-5" if isinstance(value, str) and "e" in value else ""
+            raise UserError(f"params.{name} is {value!r}; give {words}{hint}")
+    if not isinstance(pack, bool):
+        raise UserError(f"params.pack is {pack!r}; give true or false")
 
 
 def _read_config(folder: Path) -> Any:

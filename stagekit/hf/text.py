@@ -40,8 +40,8 @@ class Rows:
 
 def find_files(names: str | Sequence[str], source_dir: str | None) -> list[Path]:
     """Return the files that `names` say: absolute, or inside the job's `source`; a folder stands for what is in it."""
-    given = [names] if isinstance(names, str) else list(names)
-    if not given:
+    given = [names] if isinstance(names, str) else names
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(name, str) for name in given):
         raise UserError("params.data names no file; write e.g. data: [/data/books.txt]")
     files: list[Path] = []
     for name in given:
@@ -80,9 +80,13 @@ def _lines(file: Path, text: str, fields: Sequence[str]) -> Iterator[tuple[str, 
             continue
         try:
             record = json.loads(line)
-            yield tuple(str(record[field]) for field in fields)
+            texts = tuple(record[field] for field in fields)
         except (ValueError, KeyError, TypeError):
             raise UserError(f"params.data: {file}:{number} is no JSON object with {' and '.join(fields)}") from None
+        wrong = next((field for field, text in zip(fields, texts, strict=True) if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise UserError(f"params.data: {file}:{number}: {wrong} is {record[wrong]!r}, not text")
+        yield texts
 
 
 def packed(streams: Sequence[Sequence[int]], width: int, pad: int, *, overlap: int = 0) -> Rows:

@@ -114,7 +114,11 @@ def test_rates_warm_up_and_decay_to_zero(tmp_path: Path) -> None:
         ("llama", {"task": "chat"}, r"params\.task is 'chat'; use auto, causal"),
         ("llama", {"lr": 1}, "unexpected keyword argument 'lr'; it takes .*learning_rate"),
         ("llama", {"source_dir": "x"}, r"params\.source_dir: the folder of an hf: program stands in `program`"),
-        ("llama", {"batch": 0}, "batch 0 at least 1"),
+        ("llama", {"batch": 0}, r"params\.batch is 0; give rows of a step"),
+        ("llama", {"learning_rate": "2e-5"}, r"params\.learning_rate is '2e-5'; .* YAML reads 2e-5 as text"),
+        ("llama", {"warmup_steps": -1}, r"params\.warmup_steps is -1; give steps"),
+        ("llama", {"pack": "no"}, r"params\.pack is 'no'; give true or false"),
+        ("llama", {"seed": -1}, r"params\.seed is -1"),
     ],
 )
 def test_params_that_can_not_be_are_refused(kind: str, params: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -156,3 +160,18 @@ def test_without_transformers_the_job_says_what_to_install(tmp_path: Path) -> No
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "needs transformers where the job is planned and in every worker's interpreter" in done.stderr
+
+
+def test_data_that_can_not_be_read_is_told_by_the_plan(tmp_path: Path) -> None:
+    program = _program(tmp_path, "llama", weights_seed=None)
+    program.check_data()
+    absent = _program(tmp_path, "llama", weights_seed=None, data=str(tmp_path / "absent.txt"))
+    with pytest.raises(UserError, match=r"params\.data: can't read .*absent\.txt on this node"):
+        absent.check_data()
+
+
+def test_documents_without_a_token_to_predict_make_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"text": ""}\n{"text": "some words of a text"}\n')
+    program = _program(tmp_path, "llama", weights_seed=None, data=str(tmp_path / "docs.jsonl"), pack=False, batch=4)
+    batch = next(program.batches(0, 0, 1))
+    assert ((batch.target != -100).sum(1) > 0).all()

@@ -65,7 +65,8 @@ def test_lines_of_jsonl_are_documents_and_other_files_are_one(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "content", "fields", "told"),
     [
-        ("a.jsonl", b'{"text": 1}\n{"body": 2}', ["text"], r"a\.jsonl:2 is no JSON object with text"),
+        ("a.jsonl", b'{"text": "a"}\n{"body": 2}', ["text"], r"a\.jsonl:2 is no JSON object with text"),
+        ("a.jsonl", b'{"text": null}', ["text"], r"a\.jsonl:1: text is None, not text"),
         ("a.jsonl", b"[1]", ["text"], r"a\.jsonl:1 is no JSON object"),
         ("a.txt", b"\xff\xfe", ["text"], r"a\.txt is not UTF-8 text \(byte 0\)"),
         ("a.txt", b"text", ["source", "target"], r"must be \.jsonl with source and target in each line"),
