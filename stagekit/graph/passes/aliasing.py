@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from stagekit.graph.capture.functions import traits_of
-from stagekit.graph.passes.operators import is_foreign, may_draw
 
 _RUNNING_STATS = {"aten::batch_norm": (3, 4, 5), "aten::instance_norm": (3, 4, 5), "aten::native_batch_norm": (3, 4, 5)}
 
@@ -36,7 +35,7 @@ def is_random(node: fx.Node) -> bool:
         return bool(given.get("dropout_p", 0.0))
     if name in ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"):
         return given["train"] is True and bool(given["dropout"])
-    return torch.Tag.nondeterministic_seeded in node.target.tags or (is_foreign(node.target) and may_draw(node))
+    return torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
