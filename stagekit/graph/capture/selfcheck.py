@@ -27,7 +27,7 @@ from stagekit.graph.capture.functions import FunctionRecorder
 from stagekit.graph.capture.lines import line_of_error
 from stagekit.graph.capture.quirks import without_value_checks
 from stagekit.graph.capture.specs import Leaf
-from stagekit.graph.passes.propagate import entered
+from stagekit.graph.passes.propagate import autograd_nodes, entered
 from stagekit.graph.values.build import build_for_real, named_tensors
 from stagekit.plan.contract import Symbol
 
@@ -306,18 +306,12 @@ def _compare_structure(index: int, theirs: Any, ours: Any, names: Mapping[int, s
 
 def _reached(outputs: list[Any]) -> tuple[set[int], Counter[str]]:
     """Return the ids of the leaves that autograd reaches, and how often each autograd node that is not torch's own."""
-    todo = [out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
-    seen: set[Any] = set()
+    roots = [out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
     found: set[int] = set()
     foreign: Counter[str] = Counter()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in autograd_nodes(roots):
         if issubclass(type(node), torch.autograd.function.BackwardCFunction):
             foreign[node.name()] += 1
         if hasattr(node, "variable"):
             found.add(id(node.variable))
-        todo += [following for following, _ in node.next_functions if following is not None]
     return found, foreign

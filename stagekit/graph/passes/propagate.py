@@ -7,7 +7,7 @@ Called by graph.capture after each pass and by graph.cut.stages for the edges.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,18 +84,22 @@ def _flowing_edge(value: Any) -> tuple[Any, int] | None:
 def _reached_by(outputs: list[Any]) -> set[tuple[Any, int]]:
     """Return the gradient edges (autograd node, number of its output) that backward passes from `outputs`."""
     reached = {edge for value in outputs if (edge := _flowing_edge(value)) is not None}
-    todo = [node for node, _ in reached]
-    visited: set[Any] = set()
+    for node in autograd_nodes([node for node, _ in reached]):
+        reached |= {(following, number) for following, number in node.next_functions if following is not None}
+    return reached
+
+
+def autograd_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield each autograd node that backward passes from the nodes `roots`, once."""
+    todo = list(roots)
+    seen: set[Any] = set()
     while todo:
         node = todo.pop()
-        if node in visited:
+        if node in seen:
             continue
-        visited.add(node)
-        for following, number in node.next_functions:
-            if following is not None:
-                reached.add((following, number))
-                todo.append(following)
-    return reached
+        seen.add(node)
+        yield node
+        todo += [following for following, _ in node.next_functions if following is not None]
 
 
 def _detached(value: Any) -> Any:
