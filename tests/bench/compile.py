@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -29,7 +26,7 @@ from stagekit.graph.capture.capture import capture
 from stagekit.graph.cut.cut import Cut
 from stagekit.plan.contract import InputRef, SymbolRef, ValueRef
 from stagekit.run.allocator import keep_freed_memory
-from tests.bench.machine import RESULTS, hardware
+from tests.bench.machine import hardware, write_results
 from tests.bench.partition import Residual
 
 GOAL = 1.03
@@ -156,15 +153,7 @@ def main() -> int:
     rows = [measure_model(name, 15 if options.quick else 60) for name in names]
     print(report(rows))
     if not options.no_file:
-        document = {
-            "date": datetime.date.today().isoformat(),
-            "command": "python tests/bench/compile.py" + (" --quick" if options.quick else ""),
-            "hardware": machine,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "rows": rows,
-        }
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{document['date']}-compile.json").write_text(json.dumps(document, indent=1) + "\n")
+        write_results("compile", machine, quick=options.quick, rows=rows)
     return 0 if all(row["reached"] for row in rows) else 1
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import platform
 from pathlib import Path
 from typing import Any
+
+import torch
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -20,3 +24,17 @@ def hardware() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_at_start": os.getloadavg()[0],
     }
+
+
+def write_results(name: str, machine: dict[str, Any], *, quick: bool, **facts: Any) -> None:
+    """Write `results/<date>-<name>.json`: the command, `machine` as it was at the start, versions, and `facts`."""
+    date = datetime.date.today().isoformat()
+    document = {
+        "date": date,
+        "command": f"python tests/bench/{name}.py" + (" --quick" if quick else ""),
+        "hardware": machine,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **facts,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{date}-{name}.json").write_text(json.dumps(document, indent=1) + "\n")

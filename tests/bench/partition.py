@@ -9,11 +9,8 @@ a chain of 5,000 nodes planned in < 2 s. `predicted`: what the plan said beside 
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -30,7 +27,7 @@ from stagekit.graph.cut.cut import Cut
 from stagekit.plan.contract import InputRef, SymbolRef, ValueRef
 from stagekit.plan.partition import partition
 from stagekit.run.allocator import keep_freed_memory
-from tests.bench.machine import RESULTS, hardware
+from tests.bench.machine import hardware, write_results
 
 STAGES = 4
 SPLITS = ("balanced", "parameters", "layers")
@@ -204,16 +201,7 @@ def main() -> int:
     chain_s = plan_chain()
     print(report(rows, chain_s))
     if not options.no_file:
-        document = {
-            "date": datetime.date.today().isoformat(),
-            "command": "python tests/bench/partition.py" + (" --quick" if options.quick else ""),
-            "hardware": machine,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "chain_s": chain_s,
-            "rows": rows,
-        }
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{document['date']}-partition.json").write_text(json.dumps(document, indent=1) + "\n")
+        write_results("partition", machine, quick=options.quick, chain_s=chain_s, rows=rows)
     return 0 if all(row.get("reached", True) for row in rows) and chain_s < GOAL_PLAN_S else 1
 
 

@@ -9,10 +9,7 @@ less so, and the A/A rows show by how much two blocks of the same side differ. W
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -31,7 +28,7 @@ from stagekit.plan.lowering import routes_of
 from stagekit.plan.timeline import simulate
 from stagekit.run.runtime import StepResult
 from stagekit.testing import spawn
-from tests.bench.machine import RESULTS, hardware
+from tests.bench.machine import hardware, write_results
 from tests.bench.sides import Ours, SleepStage, Torch, count_calls, tiny_stages
 
 SCHEDULES = ("1f1b", "gpipe")
@@ -218,15 +215,7 @@ def main() -> int:
         rows.append({"row": "equal", "schedule": schedule, "reached": equal})
     print(report(rows))
     if not options.no_file:
-        RESULTS.mkdir(exist_ok=True)
-        document = {
-            "date": datetime.date.today().isoformat(),
-            "command": "python tests/bench/pipeline.py" + (" --quick" if options.quick else ""),
-            "hardware": machine,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "rows": rows,
-        }
-        (RESULTS / f"{document['date']}-pipeline.json").write_text(json.dumps(document, indent=1) + "\n")
+        write_results("pipeline", machine, quick=options.quick, rows=rows)
     return 0 if all(row.get("reached", True) for row in rows if row["row"] in ("calls", "equal")) else 1
 
 
