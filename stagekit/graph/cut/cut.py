@@ -7,7 +7,7 @@ through `Captured.cut`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,8 @@ def cut(
         chain = build_chain(captured, layout, stage_of, stages)
         verify_chain(captured, layout, stage_of, chain)
     owned = _owned(captured, chain)
-    specs = tuple(_stage_spec(captured, layout, choice, chain, i, owned[i], buckets) for i in range(stages))
+    reached = {captured.origins[node.name].name for node in captured.graph.nodes if _is_reached(node)}
+    specs = tuple(_stage_spec(captured, layout, choice, chain, i, owned[i], reached, buckets) for i in range(stages))
     spec = ModelSpec(
         inputs=captured.inputs,
         symbols=captured.symbols.symbols,
@@ -138,10 +139,10 @@ def _stage_spec(
     chain: Chain,
     index: int,
     owned: list[str],
+    reached: Set[str],
     rule: BucketRule | None,
 ) -> StageSpec:
     stage = chain.stages[index]
-    reached = {captured.origins[node.name].name for node in captured.graph.nodes if _is_reached(node)}
     parameters = tuple(
         ParameterSpec(
             name,

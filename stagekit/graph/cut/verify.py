@@ -32,11 +32,13 @@ Sources = dict[fx.Node, str]  # node of a stage → name of the capture's node t
 def verify_chain(captured: Captured, layout: Layout, stage_of: Mapping[fx.Node, int], chain: Chain) -> None:
     """Raise BugError, naming the stage and the operation, unless the chain is the capture."""
     by_name = {node.name: node for node in captured.graph.nodes}
+    order = {name: i for i, name in enumerate(by_name)}
+    numbers = {node.name: k for k, node in enumerate(n for n in captured.graph.nodes if is_random(n))}
     placed: dict[str, list[int]] = {}
     for stage in chain.stages:
         sources = _sources(captured, stage)
-        _check_operations(stage, sources, by_name)
-        _check_seeds(stage, sources, by_name)
+        _check_operations(stage, sources, by_name, order)
+        _check_seeds(stage, sources, numbers)
         _check_memory(stage)
         for node, name in sources.items():
             if node.op == "call_function":
@@ -69,8 +71,9 @@ def _sources(captured: Captured, stage: StageGraph) -> Sources:
     return sources
 
 
-def _check_operations(stage: StageGraph, sources: Sources, by_name: Mapping[str, fx.Node]) -> None:
-    order = {name: i for i, name in enumerate(by_name)}
+def _check_operations(
+    stage: StageGraph, sources: Sources, by_name: Mapping[str, fx.Node], order: Mapping[str, int]
+) -> None:
     last, context = -1, []
     for node in stage.graph.nodes:
         if opens_region(node):
@@ -103,12 +106,12 @@ def _same(mine: Any, theirs: Any, sources: Sources) -> bool:
     return isinstance(mine, fx.Node) and sources.get(mine) == theirs.name
 
 
-def _check_seeds(stage: StageGraph, sources: Sources, by_name: Mapping[str, fx.Node]) -> None:
+def _check_seeds(stage: StageGraph, sources: Sources, numbers: Mapping[str, int]) -> None:
     """Each random operation follows its own reseed: its number among the capture's random operations."""
-    numbers = {n.name: k for k, n in enumerate(node for node in by_name.values() if is_random(node))}
-    for node in stage.graph.nodes:
-        name = sources.get(node) if node.op == "call_function" else None
-        if name in numbers and (node.prev.target is not reseed or node.prev.args[1] != numbers[name]):
+    for node, name in sources.items():
+        if node.op != "call_function" or name not in numbers:
+            continue
+        if node.prev.target is not reseed or node.prev.args[1] != numbers[name]:
             raise BugError(f"stage {stage.index}: {name} is not seeded as operation {numbers[name]}")
 
 
