@@ -1,7 +1,8 @@
 """How much memory and time it takes to plan a large model and to hold one stage of it. Prints what it measured.
 
-Each measurement is a process of its own, since the high-water mark of a process never falls. Times are those of the
-process on its cores, so that other work on the machine does not count.
+Each measurement is a process of its own, since the high-water mark of a process never falls; it is VmHWM, since
+`ru_maxrss` starts at what the parent held when it forked. Times are those of the process on its cores, so that other
+work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def plan(build, sequence, check=False, **start):
 
 def tell(**facts):
     used = resource.getrusage(resource.RUSAGE_SELF)
-    print(json.dumps({"peak": used.ru_maxrss << 10, "cpu_s": used.ru_utime + used.ru_stime, **facts}))
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) << 10
+    print(json.dumps({"peak": peak, "cpu_s": used.ru_utime + used.ru_stime, **facts}))
 """
 
 _PLAN = """
