@@ -45,6 +45,7 @@ class Rank:
         self.pid = 0
         self.starttime = 0
         self._stopped_with: signal.Signals | None = None  # the first signal of a stop
+        self._sent: set[int] = set()  # the signals that reached it alive
         self.ended: Ended | None = None
         self.is_over = False  # ended, drained and recorded
         self.drain_until_s = 0.0
@@ -186,7 +187,7 @@ class Rank:
         if self._stopped_with is None or self.ended is None:
             return False
         if self.ended.signal is not None:
-            return self.ended.signal in (signal.SIGTERM, signal.SIGKILL)
+            return self.ended.signal in self._sent
         is_caught = self._stopped_with is signal.SIGTERM  # it may have: an exit code then answers the signal
         return is_caught and not self.last_messages.keys() & {"failed", "done"}
 
@@ -250,4 +251,6 @@ class Rank:
 
     def _signal(self, number: signal.Signals) -> None:
         if self.pid and self.ended is None:
+            if not system.is_exiting(self.pid):
+                self._sent.add(number)
             system.signal_group(self.pid, number)

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PF_EXITING = 0x4  # linux/sched.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -42,6 +43,14 @@ def starttime(pid: int) -> int:
     """Return the clock ticks since boot at which `pid` began (field 22), 0 when it is gone."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
+
+
+def is_exiting(pid: int) -> bool:
+    """Return whether `pid` is on its way out: a dying process closes its sockets, which its peers see, before it can be
+    reaped.
+    """
+    fields = stat_fields(pid)
+    return fields is None or bool(int(fields[6]) & _PF_EXITING)
 
 
 def live_children() -> list[int]:

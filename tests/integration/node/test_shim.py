@@ -205,6 +205,17 @@ def test_a_worker_that_fails_during_a_stop_ended_by_itself(shim: Shim) -> None:
     assert shim.record(0)["by_supervisor"] is False
 
 
+def test_a_worker_that_another_kills_during_its_grace_was_not_ended_by_us(shim: Shim) -> None:
+    daemon = Daemon(shim.directory)
+    daemon.say(type="start", ranks=[shim.order(0, "ignore")])
+    daemon.hear("joined")
+    eventually(lambda: "ignoring" in shim.log(0), "the worker ignores SIGTERM")
+    daemon.say(type="stop", grace_s=60.0)
+    os.kill(daemon.hear("spawned")["pid"], signal.SIGKILL)
+    exited = daemon.hear("exited")
+    assert (exited["signal"], exited["by_supervisor"]) == (signal.SIGKILL, False)
+
+
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(shim: Shim) -> None:
     daemon = Daemon(shim.directory)
     daemon.say(type="start", ranks=[shim.order(0, "ignore")])
