@@ -18,7 +18,9 @@ class Op(StrEnum):
     """What an action does. Transfers name data by direction: F activations, B gradients, X inputs and targets."""
 
     F = "F"  # forward
-    B = "B"  # full backward
+    B = "B"  # full backward: what I and W do, at once
+    I = "I"  # noqa: E741  # input gradient: what the stage before waits for
+    W = "W"  # weight gradient: nobody waits for it
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -29,7 +31,7 @@ class Op(StrEnum):
     TIE_SUM = "TIE_SUM"  # sum the gradients of weights that several stages hold
 
 
-COMPUTE = frozenset({Op.F, Op.B})
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B, Op.SEND_X})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_X})
 MATCHING_SEND = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B, Op.RECV_X: Op.SEND_X}
@@ -56,7 +58,7 @@ def default_peer(op: Op, stage: int) -> int | None:
     return stage - 1 if op in (Op.RECV_F, Op.SEND_B) else None
 
 
-_TEXT = re.compile(r"^(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|SEND_X|RECV_X|REDUCE|TIE_SUM|F|B)(\d+)(?:>(\d+))?$")
+_TEXT = re.compile(r"^(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|SEND_X|RECV_X|REDUCE|TIE_SUM|F|B|I|W)(\d+)(?:>(\d+))?$")
 
 
 def parse_action(text: str) -> Action:
