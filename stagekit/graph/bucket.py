@@ -9,7 +9,7 @@ it inside every stage. The caller's graph is left untouched, and nothing of the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stagekit.errors import UserError
+from stagekit.graph.buckets.arguments import check_graph, check_ignored, check_names, checked_result
 from stagekit.graph.buckets.dump import dump
 from stagekit.graph.buckets.fakes import as_traced, fake_inputs, fake_outputs
 from stagekit.graph.buckets.rule import BucketRule
 from stagekit.graph.buckets.spans import written_spans
+from stagekit.graph.compile.compilers import check_backend
 from stagekit.graph.compile.pieces import Piece, pieces_of
 from stagekit.graph.compile.randomness import reseed
 from stagekit.graph.passes.regions import closes_region, opens_region
@@ -89,9 +92,25 @@ def split(
     A parameter counts if it requires grad and is not in `ignored` (parameters, or names as in the graph); each once.
     Graphs whose parameters are inputs count them by `example_inputs`. One bucket: `compile_fn(gm, example_inputs)`
     itself. `dump_dir` gets the graphs as text, one file per bucket. Operations for which `runs_eagerly` says True are not
-    compiled: a bucket that holds some is compiled in pieces between them.
+    compiled: a bucket that holds some is compiled in pieces between them. Raises UserError for arguments that can't be, and
+    for a name in `ignored` that the graph does not have.
     """
     rule = BucketRule(cap_bytes, first_cap_bytes)
+    check_graph(gm, example_inputs, compile_fn)
+    check_ignored(ignored)
+    check_names(ignored, (name for _, name, _ in _parameters(gm, example_inputs)))
+    return _split(gm, example_inputs, rule, ignored, compile_fn, dump_dir, runs_eagerly)
+
+
+def _split(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    rule: BucketRule,
+    ignored: Collection[str | nn.Parameter],
+    compile_fn: CompileFn,
+    dump_dir: str | Path | None,
+    runs_eagerly: Callable[[fx.Node], bool] | None = None,
+) -> SplitResult:
     weights = parameter_weights(gm, example_inputs, ignored)
     nodes = [node for node in gm.graph.nodes if node.op.startswith("call_")]
     legal = legal_begins(gm.graph, written_spans(gm, example_inputs))
@@ -103,7 +122,7 @@ def split(
     if len(parts) <= 1:
         if parts and parts[0].is_eager:
             compile_fn = as_it_is
-        compiled = compile_fn(gm, list(example_inputs))
+        compiled = checked_result(compile_fn(gm, list(example_inputs)), "the whole graph")
         if dump_dir is not None:
             dump(
                 Path(dump_dir),
@@ -135,19 +154,21 @@ def backend(
     ignored: Collection[str | nn.Parameter] = (),
     dump_dir: str | Path | None = None,
 ) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
-    """Return a backend for torch.compile that splits each graph and compiles the buckets with `inner`."""
+    """Return a backend for torch.compile that splits each graph and compiles the buckets with `inner`.
+
+    A compile can give several graphs, so a name in `ignored` counts where a graph has it. Raises UserError for arguments
+    that can't be.
+    """
+    rule = BucketRule(cap_bytes, first_cap_bytes)
+    check_ignored(ignored)
+    if not (isinstance(inner, str) or callable(inner)):
+        raise UserError(f'inner is {inner!r}; name a backend of torch.compile such as "inductor", or give a function')
+    if isinstance(inner, str):
+        check_backend(inner, argument="inner")
     compile_fn = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
 
     def compile_split(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        return split(
-            gm,
-            example_inputs,
-            cap_bytes=cap_bytes,
-            first_cap_bytes=first_cap_bytes,
-            ignored=ignored,
-            compile_fn=compile_fn,
-            dump_dir=dump_dir,
-        ).module
+        return _split(gm, example_inputs, rule, ignored, compile_fn, dump_dir).module
 
     return compile_split
 
@@ -160,8 +181,20 @@ def parameter_weights(
     ids = {id(parameter) for parameter in ignored if not isinstance(parameter, str)}
     first_name: dict[int, str] = {}
     weights: dict[fx.Node, dict[str, int]] = {}
+    for node, name, value in _parameters(gm, example_inputs):
+        if not value.requires_grad:
+            continue
+        key = first_name.setdefault(id(value), name)
+        if not {name, key} & names and id(value) not in ids and not getattr(value, "_ddp_ignored", False):
+            weights.setdefault(node, {})[key] = value.numel() * value.element_size()
+    return weights
+
+
+def _parameters(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[tuple[fx.Node, str, nn.Parameter]]:
+    """Yield each node that stands for parameters, with each one's name in the graph."""
     inputs = iter(example_inputs)
     for node in gm.graph.nodes:
+        found: dict[str, Any] = {}
         if node.op == "placeholder":
             found = {node.name: next(inputs, None)}
         elif node.op == "get_attr":
@@ -169,15 +202,7 @@ def parameter_weights(
         elif node.op == "call_module":
             module = gm.get_submodule(str(node.target))
             found = {f"{node.target}.{name}": p for name, p in module.named_parameters()}
-        else:
-            continue
-        for name, value in found.items():
-            if not isinstance(value, nn.Parameter) or not value.requires_grad:
-                continue
-            key = first_name.setdefault(id(value), name)
-            if not {name, key} & names and id(value) not in ids and not getattr(value, "_ddp_ignored", False):
-                weights.setdefault(node, {})[key] = value.numel() * value.element_size()
-    return weights
+        yield from ((node, name, value) for name, value in found.items() if isinstance(value, nn.Parameter))
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:
@@ -209,7 +234,10 @@ def group_nodes(
             groups.append(([], {}))
             members, held = groups[-1]
         members.append(node)
-        for operand in (node, *node.all_input_nodes):
+        operands = [
+            operand for operand in node.all_input_nodes if operand.op != "call_module"
+        ]  # that one counts itself
+        for operand in (node, *operands):
             for name, size in weights.get(operand, {}).items():
                 if name not in counted:
                     counted.add(name)
@@ -340,7 +368,8 @@ def _compile_chain(
             taken = [values[operand] for operand in node.args]
             arguments.append(taken)
             values[node] = fake_outputs(bucket, taken, mode)
-            outer.set_submodule(str(node.target), Compiled(_in_mode(next(compilers), mode)(bucket, taken)))
+            compiled = _in_mode(next(compilers), mode)(bucket, taken)
+            outer.set_submodule(str(node.target), Compiled(checked_result(compiled, str(node.target))))
         elif node.target is operator.getitem:
             values[node] = values[node.args[0]][node.args[1]]
     return arguments

@@ -84,9 +84,49 @@ def test_a_cap_of_one_byte_gives_one_parameter_node_per_bucket() -> None:
     assert [b.size_bytes for b in result.report.buckets] == [LAYER] * 4
 
 
-def test_a_cap_below_one_byte_is_refused() -> None:
-    with pytest.raises(UserError, match="cap_bytes is 0"):
-        split(traced(mlp()), [torch.randn(2, 16)], cap_bytes=0, compile_fn=Compiler())
+def test_modules_that_feed_each_other_directly_count_in_their_own_buckets() -> None:
+    module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    result = split(traced(module), [torch.randn(2, 16)], cap_bytes=1, compile_fn=Compiler())
+    assert [b.size_bytes for b in result.report.buckets] == [LAYER] * 4
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"gm": mlp()}, r"gm is a Sequential; give a torch\.fx\.GraphModule"),
+        ({"example_inputs": torch.ones(2, 16)}, "example_inputs is a Tensor; give one value per graph input as a list"),
+        ({"example_inputs": []}, r"holds 0 values, but the graph takes 1 \(input_1\); give one per input"),
+        ({"compile_fn": "inductor"}, r"compile_fn is 'inductor'; give a function .*backend\(inner="),
+        ({"compile_fn": lambda gm, inputs: None}, "compile_fn returned None for the whole graph; return what"),
+        ({"compile_fn": lambda gm, inputs: None, "cap_bytes": 1}, "compile_fn returned None for bucket_0; return what"),
+        ({"cap_bytes": 0}, "cap_bytes is 0; give bytes"),
+        ({"cap_bytes": "25MiB"}, "cap_bytes is '25MiB'; give bytes as a whole number of at least 1"),
+        ({"cap_bytes": None}, "cap_bytes is None; give bytes"),
+        ({"first_cap_bytes": 0.5}, r"first_cap_bytes is 0\.5; give bytes"),
+        ({"ignored": "0.weight"}, "ignored is a str; give a list of parameters, or of their names"),
+        ({"ignored": nn.Parameter(torch.ones(2))}, "ignored is a Parameter; give a list"),
+        ({"ignored": [3]}, "ignored holds 3; give a list"),
+        ({"ignored": ["0.weight", "2.wieght"]}, r"ignored names '2\.wieght', but .* nearest: 2\.weight"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_is_expected(given: dict[str, Any], words: str) -> None:
+    right = {"gm": traced(mlp()), "example_inputs": [torch.ones(2, 16)], "cap_bytes": 1 << 20, "compile_fn": Compiler()}
+    with pytest.raises(UserError, match=words):
+        split(**(right | given))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"inner": "nosuch"}, "inner='nosuch' is no backend of torch.compile here; there are .*inductor"),
+        ({"inner": 3}, "inner is 3; name a backend"),
+        ({"cap_bytes": 0}, "cap_bytes is 0; give bytes"),
+        ({"ignored": "0.weight"}, "ignored is a str"),
+    ],
+)
+def test_a_backend_checks_its_arguments_before_anything_is_compiled(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        backend(**({"cap_bytes": 1} | given))
 
 
 def test_ignored_and_frozen_parameters_do_not_count() -> None:

@@ -17,8 +17,10 @@ class BucketRule:
     def __post_init__(self) -> None:
         for name in ("cap_bytes", "first_cap_bytes"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}; a bucket holds at least 1 byte")
+            if value is None and name == "first_cap_bytes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} is {value!r}; give bytes as a whole number of at least 1, e.g. 25 << 20")
 
     def cap_of(self, index: int) -> int:
         """Return the cap of bucket `index`, counted from the last layers."""

@@ -27,7 +27,7 @@ def resolve(compile: str, device: str | torch.device) -> str:
     return compile
 
 
-def check_backend(backend: str) -> None:
+def check_backend(backend: str, *, argument: str = "compile") -> None:
     """Raise UserError for what is neither "eager", "default", "auto" nor a backend of torch.compile on this machine."""
     if backend in ("eager", DEFAULT, AUTO):
         return
@@ -35,7 +35,7 @@ def check_backend(backend: str) -> None:
         torch._dynamo.lookup_backend(backend)
     except Exception as error:
         known = ", ".join([DEFAULT, AUTO, "eager", *torch._dynamo.list_backends()])
-        raise UserError(f"compile={backend!r} is no backend of torch.compile here; there are {known}") from error
+        raise UserError(f"{argument}={backend!r} is no backend of torch.compile here; there are {known}") from error
 
 
 @functools.cache
