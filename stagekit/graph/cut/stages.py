@@ -24,7 +24,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from stagekit.errors import CaptureError
 from stagekit.graph.compile.randomness import reseed
 from stagekit.graph.cut.layout import Layout, is_size
-from stagekit.graph.passes.aliasing import is_random
+from stagekit.graph.passes.aliasing import random_numbers
 from stagekit.graph.passes.propagate import line_of, propagate
 from stagekit.graph.passes.regions import move
 from stagekit.plan.contract import Edge, InputRef, OutputSpec, StageInput, SymbolRef, TensorSpec, ValueRef
@@ -71,7 +71,7 @@ def build_chain(captured: Captured, layout: Layout, stage_of: Mapping[fx.Node, i
     """Return the stages for an assignment of the work nodes to stages."""
     consumers = _consumers(captured.graph, layout, stage_of, stages)
     results = [n for n in pytree.tree_leaves(_output(captured.graph).args[0]) if isinstance(n, fx.Node)]
-    numbers = {node: k for k, node in enumerate(n for n in captured.graph.nodes if is_random(n))}
+    numbers = random_numbers(captured.graph)
     fakes: dict[str, Any] = {}  # value name → fake tensor of an edge
     graphs, edges = [], []
     for index in range(stages):

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from stagekit.errors import BugError
 from stagekit.graph.compile.randomness import reseed
 from stagekit.graph.cut.layout import Layout, is_size
-from stagekit.graph.passes.aliasing import is_random, written_inputs
+from stagekit.graph.passes.aliasing import random_numbers, written_inputs
 from stagekit.graph.passes.regions import closes_region, opens_region
 from stagekit.plan.contract import InputRef, SymbolRef, ValueRef
 
@@ -33,7 +33,7 @@ def verify_chain(captured: Captured, layout: Layout, stage_of: Mapping[fx.Node, 
     """Raise BugError, naming the stage and the operation, unless the chain is the capture."""
     by_name = {node.name: node for node in captured.graph.nodes}
     order = {name: i for i, name in enumerate(by_name)}
-    numbers = {node.name: k for k, node in enumerate(n for n in captured.graph.nodes if is_random(n))}
+    numbers = {node.name: k for node, k in random_numbers(captured.graph).items()}
     placed: dict[str, list[int]] = {}
     for stage in chain.stages:
         sources = _sources(captured, stage)

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from stagekit.graph.capture.functions import traits_of
+from stagekit.graph.passes.operators import is_foreign, may_draw
 
 _RUNNING_STATS = {"aten::batch_norm": (3, 4, 5), "aten::instance_norm": (3, 4, 5), "aten::native_batch_norm": (3, 4, 5)}
 
@@ -35,7 +36,26 @@ def is_random(node: fx.Node) -> bool:
         return bool(given.get("dropout_p", 0.0))
     if name in ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"):
         return given["train"] is True and bool(given["dropout"])
-    return torch.Tag.nondeterministic_seeded in node.target.tags
+    return torch.Tag.nondeterministic_seeded in node.target.tags or _draws_untagged(node)
+
+
+def _draws_untagged(node: fx.Node) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and is_foreign(target)
+        and may_draw(node)
+    )
+
+
+def random_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return the number of each random operation, which its seed depends on.
+
+    Operators without torch's tag come after all others: what dropout draws does not depend on whether one can be watched.
+    """
+    found = sorted(filter(is_random, graph.nodes), key=_draws_untagged)
+    return {node: k for k, node in enumerate(found)}
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
