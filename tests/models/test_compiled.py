@@ -148,9 +148,9 @@ def test_compiled_attention_with_dropout_is_the_eager_one(name: str, backend: st
     eager, compiled = Chain(cut), Chain(cut, compile=backend)
     expected, got = eager.forward((x,), seed_base=3), compiled.forward((x,), seed_base=3)
     assert bool(expected.isfinite().all())
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    tolerance = 2e-2 if autocast else 1e-4  # a bfloat16 has 8 bits, and compilers round to it less often
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     eager.backward(expected.square().sum())
     compiled.backward(got.square().sum())
-    tolerance = 2e-2 if autocast else 1e-4  # a bfloat16 has 8 bits, and compilers round to it less often
     for key, gradient in eager.gradients().items():
         torch.testing.assert_close(compiled.gradients()[key], gradient, rtol=tolerance, atol=tolerance)
