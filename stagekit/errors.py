@@ -14,6 +14,8 @@ StagekitError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class StagekitError(Exception):
     """Base of all errors below."""
@@ -32,7 +34,14 @@ class SplitError(UserError):
 
 
 class ScheduleError(UserError):
-    """An action list that is not a valid schedule; the text shows the rank × step grid."""
+    """An action list that is not a valid schedule; the text shows the rank × step grid.
+
+    `cycle` names, for a deadlock, who waits for whom: each for the next, the last for the first.
+    """
+
+    def __init__(self, message: str, *, cycle: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.cycle = tuple(cycle)
 
 
 class WeightsError(UserError):

@@ -1,57 +1,26 @@
 """Lowering: compute orders → complete lists with transfers, receives hoisted, reductions at the end.
 
-Each send follows the compute action that makes its data. Each receive is posted `window` compute actions before its
-consumer (all: at the start of the list), in the sender's order per channel. What the executor waits for is the
-consumer's business: a RECV only posts.
+Each send follows the compute action that makes its data (F sends activations, I or B gradients, W nothing). Each
+receive is posted `window` compute actions before its consumer (all: at the start of the list), and never before one
+that its sender sends earlier on the same channel. What the executor waits for is the consumer's business: a RECV only
+posts. stagekit.plan.verify proves what comes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
-from stagekit.plan.actions import Action, Op
-from stagekit.plan.contract import ModelSpec
+from stagekit.errors import ScheduleError
+from stagekit.plan.actions import COMPUTE, Action, Op
+from stagekit.plan.dependencies import compute_order_of
+from stagekit.plan.routes import Neighbours as Neighbours
+from stagekit.plan.routes import Routes as Routes
+from stagekit.plan.routes import routes_of as routes_of
+from stagekit.plan.transports import Channel, Transport, wire
 
 Lists = tuple[tuple[Action, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """Which stages exchange what: pairs (from, to) of stages.
-
-    `forward` carries activations; `backward` is the subset whose gradients return (to → from). `inputs` says which
-    stage's rank (from) sends graph inputs and targets to which stage (to). `ties` are groups of stages that hold
-    the same weight; `reduced` the stages whose gradients are summed over replicas.
-    """
-
-    forward: frozenset[tuple[int, int]]
-    backward: frozenset[tuple[int, int]]
-    inputs: frozenset[tuple[int, int]] = frozenset()
-    ties: tuple[tuple[int, ...], ...] = ()
-    reduced: frozenset[int] = field(default_factory=frozenset)
-
-
-def routes_of(
-    spec: ModelSpec, *, replicas: int = 1, inputs: Iterable[tuple[int, int]] = (), train: bool = True
-) -> Routes:
-    """Read the routes off a cut model."""
-    forward = {(edge.source, target) for edge in spec.edges for target in edge.targets}
-    backward = {(edge.source, target) for edge in spec.edges for target in edge.targets if edge.tensor.requires_grad}
-    holders: dict[str, list[int]] = {}
-    for stage in spec.stages:
-        for parameter in stage.parameters:
-            if parameter.requires_grad and parameter.is_reached:
-                holders.setdefault(parameter.name, []).append(stage.index)
-    ties = sorted({tuple(stages) for stages in holders.values() if len(stages) > 1})
-    reduced = {stage.index for stage in spec.stages if stage.buckets} if replicas > 1 else set()
-    return Routes(
-        frozenset(forward),
-        frozenset(backward) if train else frozenset(),
-        frozenset(inputs),
-        tuple(ties) if train else (),
-        frozenset(reduced) if train else frozenset(),
-    )
+Window = int | None | Mapping[Channel, int | None]
 
 
 def receive_window(schedule: str) -> int | None:
@@ -62,54 +31,141 @@ def receive_window(schedule: str) -> int | None:
     22.2 / 38.8, three 33.1 / 50.5, four 22.7 / 37.8, all 20.8 / 34.3 (torch 25.9 / 40.9). Stages that
     sleep 10 / 20 ms, p=4, m=8, ÷ ideal: one 1.054 / 1.067, two 1.042 / 1.057, four 1.058 / 1.079. So two: the next
     receive of each direction is always posted, and a channel holds two buffers, not one per chunk. GPipe is best with
-    all posted at once (tiny: 25.7 / 29.5 ms against 44.7 / 73.0 one ahead), and holds every chunk anyway.
+    all posted at once (tiny: 25.7 / 29.5 ms against 44.7 / 73.0 one ahead), and holds every chunk anyway; so does BFS.
     """
-    return None if schedule == "gpipe" else 2
+    return None if schedule in ("gpipe", "bfs") else 2
 
 
-def lower(orders: Lists, stage_ranks: Sequence[int], routes: Routes, *, window: int | None = 1) -> Lists:
-    """Return the complete list of each rank."""
-    return tuple(_lower_rank(rank, row, stage_ranks, routes, window) for rank, row in enumerate(orders))
+def lower(
+    orders: Sequence[Sequence[Action]],
+    stage_ranks: Sequence[int],
+    routes: Routes,
+    *,
+    window: Window = 1,
+    transport: Transport = Transport.RENDEZVOUS,
+) -> Lists:
+    """Return the complete list of each rank, in an order that never deadlocks on `transport`.
+
+    `window`: one for all, or one per channel (one ahead where a channel is not named). On an ordered transport the
+    receives take the place that the senders' order gives them, so that both ends of a pair agree, and `window` is not
+    used. Raises ScheduleError for what is no compute order.
+    """
+    for rank, row in enumerate(orders):
+        for action in row:
+            if action.op not in COMPUTE or not 0 <= action.stage < len(stage_ranks):
+                raise ScheduleError(
+                    f"rank {rank}: {action} is no compute action of stages 0 to {len(stage_ranks) - 1}; "
+                    "lowering adds the transfers itself"
+                )
+    near = Neighbours(routes, len(stage_ranks))
+    if transport is Transport.ORDERED:
+        rows = _in_pair_order(orders, stage_ranks, routes, near)
+    else:
+        rows = _hoisted(orders, stage_ranks, near, window, transport)
+    return tuple(
+        (*_input_transfers(rank, stage_ranks, routes, transport), *row, *_reductions(rank, stage_ranks, routes))
+        for rank, row in enumerate(rows)
+    )
 
 
-def _lower_rank(
-    rank: int, row: Sequence[Action], stage_ranks: Sequence[int], routes: Routes, window: int | None
-) -> tuple[Action, ...]:
-    posts: list[list[Action]] = [[] for _ in row]  # receives posted before compute action i
-    for index, action in enumerate(row):
-        at = 0 if window is None else max(0, index - window)
-        posts[at] += _receives(action, stage_ranks, routes, rank)
-    result = _input_transfers(rank, stage_ranks, routes)
-    for index, action in enumerate(row):
-        result += posts[index]
-        result.append(action)
-        result += _sends(action, stage_ranks, routes, rank)
-    own = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
-    result += [Action(Op.REDUCE, stage, 0) for stage in reversed(own) if stage in routes.reduced]
-    result += [Action(Op.TIE_SUM, group[0], index) for index, group in enumerate(routes.ties) if set(group) & set(own)]
-    return tuple(result)
+def _hoisted(
+    orders: Sequence[Sequence[Action]],
+    stage_ranks: Sequence[int],
+    near: Neighbours,
+    window: Window,
+    transport: Transport,
+) -> list[list[Action]]:
+    """Return the lists with each receive `window` compute actions before its consumer, in its sender's order."""
+    posts: list[list[tuple[int, int, Action]]] = [[] for _ in orders]  # (post before, consumer), both compute positions
+    for receives in _by_wire(orders, stage_ranks, near, transport).values():
+        first_use, last_first = len(orders[receives[-1][0].target_rank]), []
+        for channel, consumer, receive in reversed(receives):
+            first_use = min(first_use, consumer)  # a later receive of this wire may be needed before this one
+            ahead = window.get(channel, 1) if isinstance(window, Mapping) else window
+            at = 0 if ahead is None else max(0, first_use - ahead)
+            last_first.append((at, first_use, receive))
+        posts[receives[-1][0].target_rank] += reversed(last_first)
+    rows = []
+    for rank, row in enumerate(orders):
+        waiting = sorted(posts[rank], key=lambda post: post[:2])  # stable: a wire's order holds
+        result: list[Action] = []
+        k = 0
+        for index, action in enumerate(row):
+            while k < len(waiting) and waiting[k][0] <= index:
+                result.append(waiting[k][2])
+                k += 1
+            result.append(action)
+            result += (send for send, _ in _transfers(action, stage_ranks, near))
+        rows.append(result)
+    return rows
 
 
-def _receives(action: Action, stage_ranks: Sequence[int], routes: Routes, rank: int) -> list[Action]:
+def _by_wire(
+    orders: Sequence[Sequence[Action]], stage_ranks: Sequence[int], near: Neighbours, transport: Transport
+) -> dict[object, list[tuple[Channel, int, Action]]]:
+    """Return the receives of each wire in their sender's order, with the position of the action that needs them."""
+    consumers = {
+        (action.op is Op.F, action.stage, action.chunk): index
+        for row in orders
+        for index, action in enumerate(row)
+        if action.op is not Op.W
+    }
+    wires: dict[object, list[tuple[Channel, int, Action]]] = defaultdict(list)
+    for rank, row in enumerate(orders):
+        for action in row:
+            for _, receive in _transfers(action, stage_ranks, near):
+                channel = Channel(rank, stage_ranks[receive.stage], "F" if action.op is Op.F else "B")
+                consumer = consumers.get((action.op is Op.F, receive.stage, action.chunk))
+                if consumer is not None:  # the verifier says what is missing
+                    wires[wire(transport, channel) or channel].append((channel, consumer, receive))
+    return wires
+
+
+def _in_pair_order(
+    orders: Sequence[Sequence[Action]], stage_ranks: Sequence[int], routes: Routes, near: Neighbours
+) -> list[list[Action]]:
+    """Return the lists with send and receive at the same place of one order over all ranks."""
+    rows: list[list[Action]] = [[] for _ in orders]
+    for rank, position in compute_order_of(orders, stage_ranks, routes):
+        action = orders[rank][position]
+        rows[rank].append(action)
+        for send, receive in _transfers(action, stage_ranks, near):
+            rows[rank].append(send)
+            rows[stage_ranks[receive.stage]].append(receive)
+    return rows
+
+
+def _transfers(action: Action, stage_ranks: Sequence[int], near: Neighbours) -> Iterator[tuple[Action, Action]]:
+    """Yield the (send, receive) pairs of what `action` makes."""
     stage, chunk = action.stage, action.chunk
     if action.op is Op.F:
-        peers = sorted(source for source, target in routes.forward if target == stage)
-        return [Action(Op.RECV_F, stage, chunk, peer) for peer in peers if stage_ranks[peer] != rank]
-    peers = sorted(target for source, target in routes.backward if source == stage)
-    return [Action(Op.RECV_B, stage, chunk, peer) for peer in peers if stage_ranks[peer] != rank]
+        peers, send, receive = near.readers[stage], Op.SEND_F, Op.RECV_F
+    elif action.op is not Op.W:
+        peers, send, receive = near.gradient_readers[stage], Op.SEND_B, Op.RECV_B
+    else:
+        return
+    for peer in peers:
+        if stage_ranks[peer] != stage_ranks[stage]:
+            yield Action(send, stage, chunk, peer), Action(receive, peer, chunk, stage)
 
 
-def _sends(action: Action, stage_ranks: Sequence[int], routes: Routes, rank: int) -> list[Action]:
-    stage, chunk = action.stage, action.chunk
-    if action.op is Op.F:
-        peers = sorted(target for source, target in routes.forward if source == stage)
-        return [Action(Op.SEND_F, stage, chunk, peer) for peer in peers if stage_ranks[peer] != rank]
-    peers = sorted(source for source, target in routes.backward if target == stage)
-    return [Action(Op.SEND_B, stage, chunk, peer) for peer in peers if stage_ranks[peer] != rank]
-
-
-def _input_transfers(rank: int, stage_ranks: Sequence[int], routes: Routes) -> list[Action]:
+def _input_transfers(rank: int, stage_ranks: Sequence[int], routes: Routes, transport: Transport) -> Iterator[Action]:
+    """Yield a rank's SEND_X and RECV_X: receives first, but one order for both ends where a pair shares a queue."""
     pairs = sorted(pair for pair in routes.inputs if stage_ranks[pair[0]] != stage_ranks[pair[1]])
-    sends = [Action(Op.SEND_X, source, 0, target) for source, target in pairs if stage_ranks[source] == rank]
-    receives = [Action(Op.RECV_X, target, 0, source) for source, target in pairs if stage_ranks[target] == rank]
-    return receives + sends
+    if transport is not Transport.ORDERED:
+        pairs = sorted(pairs, key=lambda pair: stage_ranks[pair[1]] != rank)
+    for source, target in pairs:
+        if stage_ranks[source] == rank:
+            yield Action(Op.SEND_X, source, 0, target)
+        elif stage_ranks[target] == rank:
+            yield Action(Op.RECV_X, target, 0, source)
+
+
+def _reductions(rank: int, stage_ranks: Sequence[int], routes: Routes) -> Iterator[Action]:
+    own = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
+    for stage in reversed(own):
+        if stage in routes.reduced:
+            yield Action(Op.REDUCE, stage, 0)
+    for index, group in enumerate(routes.ties):
+        if set(group) & set(own):
+            yield Action(Op.TIE_SUM, group[0], index)

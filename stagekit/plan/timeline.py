@@ -1,29 +1,22 @@
-"""The timeline: when each action of verified lists runs, given what a stage and a hop cost.
+"""The timeline: when each action of verified lists runs, given what the stages and a hop cost. Pure.
 
-Simulated under the implicit transport: a send costs its rank nothing, data arrives `hop_s` after it was made, and a
-consumer starts once it has arrived. Definitions of cost and bubble: arXiv 2401.10241, section 5.
+A send costs its rank nothing, a message takes `hop`, and a consumer starts once it has arrived; when it leaves is the
+transport's matter, see Note [Arrival] in stagekit.plan.transports. Definitions of cost and bubble: arXiv 2401.10241,
+section 5. stagekit.plan.pictures draws it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stagekit.plan.actions import Action, Op
-from stagekit.plan.lowering import Routes
-from stagekit.plan.verify import Cell
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One compute action on one rank, in the caller's unit of time."""
-
-    rank: int
-    op: str
-    stage: int
-    chunk: int
-    start: float
-    end: float
+from stagekit.plan.actions import COMPUTE, Action, Op
+from stagekit.plan.dependencies import Cell
+from stagekit.plan.network import Network
+from stagekit.plan.pictures import Span as Span
+from stagekit.plan.pictures import gantt as gantt
+from stagekit.plan.routes import Routes
+from stagekit.plan.transports import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +25,8 @@ class Timeline:
 
     `makespan`: first start to last end. `cost`: the longest span of one rank. `bubble`: idle share of
     ranks × makespan. `bubble_span`: (cost − work of a rank) / cost, the paper's definition.
-    `peak_chunks[rank]`: most (stage, chunk) activations held at once.
+    `peak_chunks[rank]`: most (stage, chunk) activations held at once, from F until B or W.
+    `peak_held[rank]`: the same where only a share (`kept`) of one is held between I and W.
     """
 
     makespan: float
@@ -41,6 +35,7 @@ class Timeline:
     bubble_span: float
     peak_chunks: tuple[int, ...]
     spans: tuple[Span, ...]
+    peak_held: tuple[float, ...] = ()
 
 
 def simulate(
@@ -51,69 +46,62 @@ def simulate(
     *,
     forward: Sequence[float],
     backward: Sequence[float],
+    input_grad: Sequence[float] | None = None,
+    weight_grad: Sequence[float] | None = None,
     hop: float = 0.0,
+    transport: Transport = Transport.IMPLICIT,
+    kept: float = 1.0,
 ) -> Timeline:
-    """Return the timeline of `lists`, walked in the order of `extension` (from `verify`).
+    """Return the timeline of `lists`, walked in the order of `extension` (from `verify`, for the same transport).
 
-    `forward` and `backward` are per stage, `hop` per transfer between two ranks.
+    The costs are per stage; I and W take half of a full backward each where they are not told. `hop` is per transfer
+    between two ranks. `kept` is the share of an activation that is held between its I and its W.
     """
-    end: dict[tuple[Op, int, int], float] = {}
+    halves = [cost / 2 for cost in backward]
+    costs = {Op.F: forward, Op.B: backward, Op.I: input_grad or halves, Op.W: weight_grad or halves}
+    trains = any(action.op in COMPUTE and action.op is not Op.F for row in lists for action in row)
+    network = Network(stage_ranks, routes, transport, hop, trains=trains)
     clock = [0.0] * len(lists)
-    held, peak = [0] * len(lists), [0] * len(lists)
     spans: list[Span] = []
     for rank, position in extension:
         action = lists[rank][position]
-        if action.op is Op.F:
-            givers = [(Op.F, source) for source, target in routes.forward if target == action.stage]
-            duration = forward[action.stage]
-            held[rank] += 1
-            peak[rank] = max(peak[rank], held[rank])
-        elif action.op is Op.B:
-            givers = [(Op.B, target) for source, target in routes.backward if source == action.stage]
-            duration = backward[action.stage]
-            held[rank] -= 1
-        else:
-            continue
-        ready = [end[op, stage, action.chunk] + (hop if stage_ranks[stage] != rank else 0.0) for op, stage in givers]
-        start = max([clock[rank], *ready])
-        clock[rank] = end[action.op, action.stage, action.chunk] = start + duration
-        spans.append(Span(rank, action.op, action.stage, action.chunk, start, clock[rank]))
-    return _summary(spans, len(lists), peak)
+        op, stage, chunk, peer = action.op, action.stage, action.chunk, action.peer
+        if op in COMPUTE:
+            start = max(clock[rank], network.ready(op, stage, chunk))
+            end = clock[rank] = start + costs[op][stage]
+            network.make(op, stage, chunk, end)
+            spans.append(Span(rank, op.value, stage, chunk, start, end))
+        elif peer is not None:
+            clock[rank] = network.post(op, stage, chunk, peer, clock[rank])
+    return _summary(spans, lists, kept)
 
 
-def _summary(spans: list[Span], num_ranks: int, peak: list[int]) -> Timeline:
-    work = [sum(s.end - s.start for s in spans if s.rank == rank) for rank in range(num_ranks)]
-    length = [
-        max((s.end for s in spans if s.rank == rank), default=0.0)
-        - min((s.start for s in spans if s.rank == rank), default=0.0)
-        for rank in range(num_ranks)
-    ]
-    makespan = max((s.end for s in spans), default=0.0) - min((s.start for s in spans), default=0.0)
-    worst = max(range(num_ranks), key=lambda rank: length[rank])
-    total = num_ranks * makespan
+def peak_held(row: Iterable[Action], kept: float = 1.0) -> float:
+    """Return how many (stage, chunk) activations a rank's list holds at most, of which `kept` is left after an I."""
+    held = peak = 0.0
+    change = {Op.F: 1.0, Op.B: -1.0, Op.I: kept - 1.0, Op.W: -kept}
+    for action in row:
+        held += change.get(action.op, 0.0)
+        peak = max(peak, held)
+    return peak
+
+
+def _summary(spans: list[Span], lists: Sequence[Sequence[Action]], kept: float) -> Timeline:
+    work, first, last = ([value] * len(lists) for value in (0.0, float("inf"), 0.0))
+    for span in spans:
+        work[span.rank] += span.end - span.start
+        first[span.rank] = min(first[span.rank], span.start)
+        last[span.rank] = max(last[span.rank], span.end)
+    length = [max(0.0, b - a) for a, b in zip(first, last, strict=True)]
+    makespan = max(last) - min(first) if spans else 0.0
+    worst = max(range(len(lists)), key=lambda rank: length[rank], default=0)
+    total = len(lists) * makespan
     return Timeline(
         makespan=makespan,
-        cost=length[worst],
+        cost=length[worst] if spans else 0.0,
         bubble=1.0 - sum(work) / total if total else 0.0,
-        bubble_span=(length[worst] - work[worst]) / length[worst] if length[worst] else 0.0,
-        peak_chunks=tuple(peak),
+        bubble_span=(length[worst] - work[worst]) / length[worst] if spans and length[worst] else 0.0,
+        peak_chunks=tuple(round(peak_held(row)) for row in lists),
         spans=tuple(spans),
+        peak_held=tuple(peak_held(row, kept) for row in lists),
     )
-
-
-def gantt(spans: Sequence[Span], *, width: int = 96, title: str = "") -> str:
-    """Return one line per rank: digits are forwards, letters backwards (chunk modulo 10 or 26), dots are bubbles."""
-    if not spans:
-        return title
-    first, last = min(s.start for s in spans), max(s.end for s in spans)
-    scale = width / (last - first) if last > first else 0.0
-    lines = [title] if title else []
-    for rank in sorted({s.rank for s in spans}):
-        row = ["·"] * width
-        for span in (s for s in spans if s.rank == rank):
-            mark = str(span.chunk % 10) if span.op == Op.F else chr(ord("a") + span.chunk % 26)
-            left = min(int((span.start - first) * scale), width - 1)
-            right = max(left + 1, int((span.end - first) * scale))
-            row[left:right] = [mark] * (min(right, width) - left)
-        lines.append(f"rank {rank:>2} │{''.join(row)}│")
-    return "\n".join(lines)
