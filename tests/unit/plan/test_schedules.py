@@ -72,7 +72,7 @@ def test_gpipe_runs_several_stages_per_rank():
 
 
 def test_1f1b_refuses_several_stages_per_rank_and_says_what_would_do():
-    with pytest.raises(ScheduleError, match=r"4 stages on 2 ranks; use gpipe, or 4 ranks"):
+    with pytest.raises(ScheduleError, match=r"4 stages on 2 ranks; use gpipe, bfs or interleaved, or 4 ranks"):
         build("1f1b", 2, 3, stages=4)
 
 
