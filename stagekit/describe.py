@@ -12,8 +12,11 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
+import sysconfig
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,31 +67,43 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
 
 _NEEDED = ("program", "params", "pipeline", "train", "init", "weights")
 
-# Which field of the job file an error is about.
-_FIELDS: dict[type[Exception], str] = {
-    SplitError: "pipeline.split",
-    ScheduleError: "pipeline.schedule",
-    WeightsError: "weights",
-}
+# Which field of the job file an error is about: by its type, or by the name that its text begins with.
+_FIELDS: dict[type[Exception], str] = {SplitError: "pipeline.split", ScheduleError: "pipeline.schedule"}
+_NAMED = re.compile(r"(params(?:\.\w+)?)(?:: | is |(?= ))")
 
 
-def failure(error: BaseException) -> dict[str, Any]:
-    """Return the document for a job that can't be planned: the message, and the user's own line."""
+def _field_and_text(error: BaseException, spec: Mapping[str, Any]) -> tuple[str, str]:
+    text = str(error) if isinstance(error, StagekitError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, WeightsError):  # an hf: program's own are in its folder
+        return "weights" if spec.get("weights") else "program", text.removeprefix("weights: ")
+    if isinstance(error, UserError) and text.startswith("compile="):
+        return "pipeline.compile", text
+    if isinstance(error, UserError) and (named := _NAMED.match(text)):
+        return named[1], text[named.end() :].lstrip()
+    field = next((name for kind, name in _FIELDS.items() if isinstance(error, kind)), "program")
+    return field, text.removeprefix(f"{field}: ")
+
+
+def failure(error: BaseException, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document for a job that can't be planned: the field, the message, and the user's own line."""
     frames = traceback.extract_tb(error.__traceback__)
     here = str(Path(__file__).resolve().parent)
     own = [f for f in frames if not f.filename.startswith(here) and os.sep + "torch" + os.sep not in f.filename]
-    own = [f for f in own if not f.filename.startswith("<")]
-    text = str(error) if isinstance(error, StagekitError) else f"{type(error).__name__}: {error}"
-    field = next((name for kind, name in _FIELDS.items() if isinstance(error, kind)), "program")
+    own = [f for f in own if not f.filename.startswith("<") and not _is_of_python(f.filename)]
+    field, text = _field_and_text(error, spec)
     if (isinstance(error, WeightsError) and "is not there" in text) or "on this node: " in text:
         text += "; where only the nodes have it, pipectl submit --no-check leaves this to them"
     return {
         "ok": False,
         "field": field,
-        "error": text.removeprefix(f"{field}: "),
+        "error": text,
         "where": f"{own[-1].filename}:{own[-1].lineno}" if own else "",
         "traceback": "".join(traceback.format_exception(error)),
     }
+
+
+def _is_of_python(filename: str) -> bool:
+    return filename.startswith(sysconfig.get_paths()["stdlib"] + os.sep) and "site-packages" not in filename
 
 
 def _read_spec() -> dict[str, Any]:
@@ -111,10 +126,12 @@ def main() -> int:
     torch.set_num_threads(1)
     keep_freed_memory()  # costs are measured as workers run
     with contextlib.redirect_stdout(sys.stderr):
+        spec: dict[str, Any] = {}
         try:
-            document = plan_job(_read_spec(), flags.source, quick=flags.quick)
+            spec = _read_spec()
+            document = plan_job(spec, flags.source, quick=flags.quick)
         except Exception as error:
-            document = failure(error)
+            document = failure(error, spec)
     print(json.dumps(document))
     return 0
 

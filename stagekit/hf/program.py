@@ -2,13 +2,12 @@
 
 The folder's config.json names the architecture, its tokenizer cuts `params.data` into tokens, its safetensors are the
 start weights; without them the model starts as `init` says. Trains language models: causal, masked, and sequence to
-sequence. Decides the inputs and the loss of each; rows come from stagekit.hf.text. stagekit.load makes it; transformers
-is imported here and nowhere else, since only such jobs need it.
+sequence. Decides the inputs and the loss of each; what the folder holds is stagekit.hf.folder's, rows come from
+stagekit.hf.text. stagekit.load makes it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -21,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stagekit.errors import UserError
+from stagekit.hf.folder import TASKS, architecture, holds_weights, read_config, read_tokenizer, task_of, task_of_name
 from stagekit.hf.text import IGNORED, Rows, documents, find_files, packed, padded
 from stagekit.program import Batch, ProgramDefaults
 from stagekit.rows import chunk_rows, share_of
 
-TASKS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM"}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 SCHEDULES = ("constant", "linear", "cosine")
 _MASKED = 0.15  # of the tokens are predicted; 80 % of them masked, 10 % replaced, 10 % kept: BERT, Devlin et al. 2018
 
@@ -69,10 +67,8 @@ class Program(ProgramDefaults):
             seed=seed,
         )
         self.folder = Path(folder)
-        self.config = _read_config(self.folder)
-        self.task = task if task != "auto" else _task_of(self.config, self.folder)
-        if self.task not in TASKS:
-            raise UserError(f"params.task is {task!r}; use auto, {', '.join(TASKS)}")
+        self.config = read_config(self.folder)
+        self.task = task_of(self.config, self.folder, task)
         self.sequence, self.batch, self.pack, self.seed = sequence, batch, pack, seed
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps, self.lr_schedule, self.decay_steps = warmup_steps, lr_schedule, decay_steps
@@ -103,27 +99,19 @@ class Program(ProgramDefaults):
     @cached_property
     def tokenizer(self) -> Any:
         """The folder's tokenizer."""
-        from transformers import AutoTokenizer
-
-        if not any((self.folder / name).exists() for name in _TOKENIZER_FILES):  # it would make an empty one
-            raise UserError(f"{self.folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
-        try:
-            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-            raise UserError(f"{self.folder} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        return read_tokenizer(self.folder)
 
     @property
     def weights(self) -> Path | None:
         """The folder, if it holds weights."""
-        ends = (".safetensors", ".bin", ".pt")
-        return self.folder if any(file.suffix in ends for file in self.folder.iterdir()) else None
+        return self.folder if holds_weights(self.folder) else None
 
     def build_model(self) -> nn.Module:
         """Return the model from its config, in train mode."""
         import transformers
 
-        name = next(iter(self.config.architectures or ()), "")
-        is_of_task = _task_of_name(name, bool(self.config.is_encoder_decoder)) == self.task
+        name = architecture(self.config)
+        is_of_task = task_of_name(name, bool(self.config.is_encoder_decoder)) == self.task
         model_class = getattr(transformers, name, None) if is_of_task else None
         if model_class is not None:
             model: nn.Module = model_class._from_config(self.config, dtype=self.dtype)
@@ -197,7 +185,7 @@ class Program(ProgramDefaults):
         fields = ("source", "target") if self.task == "seq2seq" else ("text",)
         texts = list(documents(self.files, fields))
         if not any("".join(text).strip() for text in texts):
-            raise UserError(f"params.data: {', '.join(map(str, self.files))} hold no text")
+            raise UserError(f"params.data: no text in {', '.join(map(str, self.files))}")
         ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
         def encode(text: str) -> list[int]:
@@ -278,47 +266,3 @@ def _check_kinds(*, pack: object, **values: Any) -> None:
             raise UserError(f"params.{name} is {value!r}; give {words}{hint}")
     if not isinstance(pack, bool):
         raise UserError(f"params.pack is {pack!r}; give true or false")
-
-
-def _read_config(folder: Path) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise UserError(
-            "program: hf: needs transformers where the job is planned and in every worker's interpreter; "
-            "pip install 'pipectl[hf]'"
-        ) from error
-    file = folder / "config.json"
-    if not file.exists():
-        raise UserError(f"program: hf:{folder} has no config.json on this node; name a transformers model directory")
-    try:
-        if "auto_map" in json.loads(file.read_text()):
-            raise UserError(f"the model in {folder} brings code of its own, which is not run; write a program for it")
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file} is no configuration that transformers knows: {_first_line(error)}") from error
-    config.use_cache = False
-    return config
-
-
-def _task_of(config: Any, folder: Path) -> str:
-    name = next(iter(config.architectures or ()), "")
-    task = _task_of_name(name, bool(config.is_encoder_decoder))
-    if task is None:
-        raise UserError(
-            f"{folder}/config.json names {name or 'no architecture'}, which is no language model that this version trains; "
-            f"set params.task to one of {', '.join(TASKS)}, or write a program"
-        )
-    return task
-
-
-def _task_of_name(name: str, is_encoder_decoder: bool) -> str | None:
-    if name.endswith("ForMaskedLM"):
-        return "masked"
-    if is_encoder_decoder and name.endswith(("ForConditionalGeneration", "ForSeq2SeqLM")):
-        return "seq2seq"
-    return "causal" if name.endswith(("ForCausalLM", "LMHeadModel")) and not is_encoder_decoder else None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

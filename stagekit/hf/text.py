@@ -50,7 +50,10 @@ def find_files(names: str | Sequence[str], source_dir: str | None) -> list[Path]
             if source_dir is None:
                 raise UserError(f"params.data: {name} is relative, but the job has no `source`; write an absolute path")
             path = Path(source_dir) / path
-        files += sorted(f for f in path.iterdir() if f.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
+        found = sorted(f for f in path.iterdir() if f.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
+        if not found:
+            raise UserError(f"params.data: the folder {path} holds no .txt or .jsonl file on this node")
+        files += found
     return files
 
 

@@ -140,6 +140,15 @@ MISFITS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "an empty folder": (lambda folder: folder, "is no .*and holds none"),
     "a pickle": (lambda folder: _touch(folder / "pytorch_model.bin").parent, r"pickle \(pytorch_model\.bin\).*convert"),
     "cut short": (lambda folder: _cut_short(_single(folder, _state())), r"model\.safetensors on .* is damaged"),
+    "left by git-lfs": (
+        lambda folder: _pointer(_single(folder, _state())),
+        r"model\.safetensors on .* is a git-lfs pointer in place of the weights; run `git lfs pull` in ",
+    ),
+    "an index left by git-lfs": (
+        lambda folder: _pointer(folder / "model.safetensors.index.json"),
+        r"index\.json on .* is a git-lfs pointer in place",
+    ),
+    "a trainer's arguments": (lambda folder: _touch(folder / "training_args.bin").parent, "and holds none"),
     "an index without a shard": (
         lambda folder: _remove(_sharded(folder, _state()), "part-1.safetensors"),
         r"names part-1\.safetensors, which is not in",
@@ -165,6 +174,11 @@ MISFITS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 def _touch(file: Path) -> Path:
     file.write_bytes(b"")
+    return file
+
+
+def _pointer(file: Path) -> Path:
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     return file
 
 

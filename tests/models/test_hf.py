@@ -112,6 +112,9 @@ def test_rates_warm_up_and_decay_to_zero(tmp_path: Path) -> None:
         ("llama", {"lr_schedule": "step"}, r"params\.lr_schedule is 'step'; use one of constant"),
         ("llama", {"dtype": "int8"}, r"params\.dtype is 'int8'"),
         ("llama", {"task": "chat"}, r"params\.task is 'chat'; use auto, causal"),
+        ("llama", {"task": ["causal"]}, r"params\.task is \['causal'\]; use auto, causal"),
+        ("llama", {"task": "masked"}, "task is 'masked', but .* names LlamaForCausalLM, a model for 'causal'; leave"),
+        ("bert", {"task": "causal"}, "task is 'causal', but .* names BertForMaskedLM, a model for 'masked'"),
         ("llama", {"lr": 1}, "unexpected keyword argument 'lr'; it takes .*learning_rate"),
         ("llama", {"source_dir": "x"}, r"params\.source_dir: the folder of an hf: program stands in `program`"),
         ("llama", {"batch": 0}, r"params\.batch is 0; give rows of a step"),
@@ -136,11 +139,16 @@ def test_directories_that_are_no_language_model_are_refused(tmp_path: Path) -> N
         "brings code of its own, which is not run": {"auto_map": {"AutoModel": "x.Y"}},
         "is no configuration that transformers knows": {"model_type": "unheard_of"},
         "has 24 tokens, the model 10": {"vocab_size": 10},
+        r"architectures is 'BertForMaskedLM'; write a list": {"architectures": "BertForMaskedLM"},
+        "'hidden_size' expected int, got str": {"hidden_size": "48"},
     }
     for told, change in changes.items():
         (folder / "config.json").write_text(json.dumps(document | change))
         with pytest.raises(UserError, match=told):
             load_program(f"hf:{folder}", {"data": "/x.txt", "sequence": 16})
+    (folder / "config.json").write_text(json.dumps({"model_type": "vit", "architectures": ["ViTForMaskedLM"]}))
+    with pytest.raises(UserError, match="is a ViTConfig and has no vocab_size"):
+        load_program(f"hf:{folder}", {"data": "/x.txt", "sequence": 16})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     (folder / "config.json").write_text(json.dumps(document))
@@ -150,6 +158,40 @@ def test_directories_that_are_no_language_model_are_refused(tmp_path: Path) -> N
         load_program(f"hf:{tmp_path}", {"data": "/x.txt"})
     with pytest.raises(UserError, match="is relative, but the job has no `source`"):
         load_program("hf:model", {"data": "/x.txt"})
+
+
+def test_a_wished_task_needs_a_class_of_transformers_that_does_it(tmp_path: Path) -> None:
+    for kind, task, told in [
+        ("t5", "masked", r"no such model of a T5Config; it has: seq2seq$"),
+        (
+            "bert",
+            "causal",
+            r"no such model of a BertConfig; it has: masked$",
+        ),  # each token would see the one to predict
+    ]:
+        folder = hub.write_model(tmp_path / kind, kind)
+        document = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(document | {"architectures": None}))
+        with pytest.raises(UserError, match=told):
+            load_program(f"hf:{folder}", {"data": "/x.txt", "sequence": 16, "task": task})
+
+
+def test_files_that_git_lfs_has_not_fetched_are_told_apart_from_damaged_ones(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    for name in ("config.json", "tokenizer.json"):
+        folder = hub.write_model(tmp_path / name, "llama")
+        (folder / name).write_text(pointer)
+        with pytest.raises(UserError, match=rf"{name} is a git-lfs pointer .*; run `git lfs pull` in {folder}"):
+            load_program(f"hf:{folder}", {"data": "/x.txt", "sequence": 16})
+
+
+def test_what_a_trainer_leaves_beside_the_model_is_not_its_weights(tmp_path: Path) -> None:
+    program = _program(tmp_path, "llama", weights_seed=None)
+    for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth", "scheduler.bin"):
+        (program.folder / name).write_bytes(b"")
+    assert program.weights is None
+    (program.folder / "pytorch_model.bin").write_bytes(b"")
+    assert program.weights == program.folder, "refused later, with what to do, rather than started anew"
 
 
 def test_without_transformers_the_job_says_what_to_install(tmp_path: Path) -> None:

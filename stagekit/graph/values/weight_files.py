@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from stagekit.errors import WeightsError
 INDEX_ENDS = ".safetensors.index.json"
 MANIFEST = "MANIFEST.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# What trainers leave beside weights: transformers' Trainer and accelerate.
+_TRAINER_STATE = ("training_args", "optimizer", "scheduler", "scaler", "sampler", "rng_state", "random_states")
+_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ def _step_of(folder: Path) -> tuple[int, ...]:
 
 
 def _no_weights(path: Path, files: list[Path]) -> WeightsError:
-    pickles = [file.name for file in files if file.suffix in _PICKLES]
+    pickles = _pickled_weights(files)
     if pickles:
         return WeightsError(
             f"weights: {path} holds weights as a pickle ({pickles[0]}), which can run code and is not opened; convert it "
@@ -114,6 +117,21 @@ def _no_weights(path: Path, files: list[Path]) -> WeightsError:
         f"weights: {path} is no *.safetensors file, index or checkpoint and holds none (there: {names}); "
         "name a safetensors file, a Hugging Face directory, or a checkpoint folder (step_…)"
     )
+
+
+def _pickled_weights(files: Iterable[Path]) -> list[str]:
+    return [file.name for file in files if file.suffix in _PICKLES and not file.name.startswith(_TRAINER_STATE)]
+
+
+def holds_pickled_weights(files: Iterable[Path]) -> bool:
+    """Tell whether one of `files` may be a pickle of weights: none of those that trainers leave besides."""
+    return bool(_pickled_weights(files))
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Tell whether `file` is the few lines that git-lfs leaves in place of a file it has not fetched. Raises OSError."""
+    with file.open("rb") as stream:
+        return stream.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def _in_file(file: Path) -> dict[str, StoredTensor]:
@@ -170,6 +188,11 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _damaged(file: Path, error: Exception) -> WeightsError:
+    if is_lfs_pointer(file):
+        return WeightsError(
+            f"weights: {file} on {socket.gethostname()} is a git-lfs pointer in place of the weights; "
+            f"run `git lfs pull` in {file.parent}"
+        )
     return WeightsError(
         f"weights: {file} on {socket.gethostname()} is damaged ({str(error).splitlines()[0]}); copy or download it again"
     )

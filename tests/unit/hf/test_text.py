@@ -54,6 +54,9 @@ def test_a_folder_stands_for_its_text_files_and_a_relative_name_is_in_the_source
         find_files("b.txt", None)
     with pytest.raises(UserError, match=r"params\.data names no file"):
         find_files([], None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"the folder .*empty holds no \.txt or \.jsonl file on this node"):
+        find_files("empty", str(tmp_path))
 
 
 def test_lines_of_jsonl_are_documents_and_other_files_are_one(tmp_path: Path) -> None:

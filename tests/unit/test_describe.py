@@ -1,0 +1,41 @@
+"""A job that can't be planned: which field of the job file the message is about."""
+
+from __future__ import annotations
+
+import pytest
+
+from stagekit.describe import failure
+from stagekit.errors import CaptureError, SplitError, UserError, WeightsError
+
+LFS = "/models/a/model.safetensors is a git-lfs pointer"
+
+
+@pytest.mark.parametrize(
+    ("error", "spec", "field", "text"),
+    [
+        (WeightsError(f"weights: {LFS}"), {"weights": "/models/a"}, "weights", LFS),
+        (WeightsError(f"weights: {LFS}"), {"weights": None, "program": "hf:/models/a"}, "program", LFS),
+        (UserError("params.sequence is 64, but 32 is most"), {}, "params.sequence", "64, but 32 is most"),
+        (UserError("params.data: can't read /x"), {}, "params.data", "can't read /x"),
+        (UserError("params.data names no file"), {}, "params.data", "names no file"),
+        (UserError("params: got an unexpected argument 'lr'"), {}, "params", "got an unexpected argument 'lr'"),
+        (UserError("compile='x' is no backend"), {}, "pipeline.compile", "compile='x' is no backend"),
+        (SplitError("split: no module 'x'"), {}, "pipeline.split", "split: no module 'x'"),
+        (CaptureError("a branch on values"), {}, "program", "a branch on values"),
+        (ZeroDivisionError("in the model"), {}, "program", "ZeroDivisionError: in the model"),
+    ],
+)
+def test_an_error_is_told_at_the_field_that_must_change(
+    error: Exception, spec: dict[str, str | None], field: str, text: str
+) -> None:
+    document = failure(error, spec)
+    assert (document["field"], document["error"]) == (field, text)
+
+
+def test_the_line_that_is_shown_is_the_users_and_none_of_pythons_own() -> None:
+    import json
+
+    try:
+        json.loads("{")
+    except ValueError as error:
+        assert failure(error, {})["where"].startswith(__file__)
