@@ -70,15 +70,54 @@ def parse_action(text: str) -> Action:
     return Action(op, stage, int(match[3]), int(match[4]) if match[4] else default_peer(op, stage))
 
 
-def to_csv(actions: Sequence[Sequence[Action]]) -> str:
-    """Return one line per rank, actions separated by commas."""
-    return "".join(",".join(map(str, row)) + "\n" for row in actions)
+def to_csv(actions: Sequence[Sequence[Action]], *, overlapped: bool = False) -> str:
+    """Return one line per rank, actions separated by commas: what torch.distributed.pipelining reads, too.
+
+    `overlapped` writes each F with the backward behind it as one "(0F5;3B2)OVERLAP_F_B", of another stage or chunk; that
+    is meant for lists without transfers.
+    """
+    rows = []
+    for row in actions:
+        cells: list[str] = []
+        for number, action in enumerate(row):
+            before = row[number - 1] if number else action
+            if overlapped and cells and not cells[-1].startswith("(") and _overlaps(before, action):
+                cells[-1] = f"({before};{action})OVERLAP_F_B"
+            else:
+                cells.append(str(action))
+        rows.append(",".join(cells) + "\n")
+    return "".join(rows)
+
+
+def _overlaps(first: Action, second: Action) -> bool:
+    return first.op is Op.F and second.op in (Op.B, Op.I) and first.stage != second.stage
 
 
 def from_csv(text: str) -> tuple[tuple[Action, ...], ...]:
-    """Return the lists of all ranks; empty cells are skipped. Raises ScheduleError."""
-    return tuple(
-        tuple(parse_action(cell) for cell in line.split(",") if cell.strip())
-        for line in text.splitlines()
-        if line.strip()
-    )
+    """Return the lists of all ranks.
+
+    Empty cells are torch's bubbles and skipped, and so is what torch lists for sharded parameters (UNSHARD, RESHARD,
+    REDUCE_GRAD); an OVERLAP_F_B pair is its two actions. Raises ScheduleError with the line and the cell.
+    """
+    rows = []
+    for number, line in enumerate(filter(str.strip, text.splitlines())):
+        row: list[Action] = []
+        for place, cell in enumerate(line.split(",")):
+            try:
+                row += map(parse_action, _parts(cell.strip().strip('"')))
+            except ScheduleError as error:
+                raise ScheduleError(f"rank {number}, cell {place}: {error}") from error
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+_PAIR = re.compile(r"^\(([^()]*)\)OVERLAP_F_B$")
+_SHARDING = re.compile(r"^\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*$")
+
+
+def _parts(cell: str) -> list[str]:
+    """Return the actions of a cell as texts."""
+    if not cell or _SHARDING.match(cell):
+        return []
+    pair = _PAIR.match(cell)
+    return pair[1].split(";") if pair else [cell]

@@ -12,7 +12,7 @@ from stagekit.plan.actions import Action, Op
 from stagekit.plan.schedules.tables import Orders, stages_of
 
 
-def gpipe(stage_ranks: Sequence[int], num_ranks: int, num_chunks: int) -> Orders:
+def orders(stage_ranks: Sequence[int], num_ranks: int, num_chunks: int) -> Orders:
     """All forwards, then all backwards, both in chunk order; several stages per rank run breadth first.
 
     Backwards run in chunk order (not reversed), so that gradients accumulate in the order of a plain loop.

@@ -7,13 +7,14 @@ divide m, the groups are a little larger. Fewer chunks than ranks make one group
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from stagekit.errors import ScheduleError
 from stagekit.plan.actions import Action, Op
 from stagekit.plan.schedules.tables import Orders, placement, stages_of
 
 
-def interleaved(stage_ranks: Sequence[int], num_ranks: int, num_chunks: int) -> Orders:
+def orders(stage_ranks: Sequence[int], num_ranks: int, num_chunks: int) -> Orders:
     """Rank r runs its stages in turn; 2(p − r − 1) + (v − 1)·group forwards ahead, then one backward, one forward."""
     if tuple(stage_ranks) != placement(len(stage_ranks), num_ranks) or len(stage_ranks) % num_ranks:
         near = max(1, round(len(stage_ranks) / num_ranks)) * num_ranks
@@ -42,4 +43,4 @@ def chunk_groups(size: int, num_chunks: int) -> list[range]:
     begins = [0]
     for number in range(count):
         begins.append(begins[-1] + base + (number < more))
-    return [range(a, b) for a, b in zip(begins, begins[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(begins)]

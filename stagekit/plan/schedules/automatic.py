@@ -1,0 +1,132 @@
+"""Automatic zero bubble: the best of some dozen greedy schedules under a memory limit, for costs of any shape.
+
+Reproduces what the paper's own search finds within p and 2p activations (arXiv 2401.10241, Table 5). Any table of
+stages. ZB-H1 and ZB-H2 are among the candidates where they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from stagekit.errors import ScheduleError
+from stagekit.plan.actions import Op
+from stagekit.plan.schedules.list_scheduling import UNKNOWN, Costs, Run, Wakes
+from stagekit.plan.schedules.tables import Orders, stages_of
+
+_PATIENCE = (0.0, 0.3, 0.8, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a rank prefers, after an I that is ready. `limit`: most activations held, a fraction left after an I.
+
+    `ahead[rank]`: most forwards without their I. A ready forward goes first until more than `put_off[rank]` W wait. A W
+    runs into a gap of at least `patience` times its length.
+    """
+
+    limit: float
+    ahead: tuple[int, ...]
+    put_off: tuple[int, ...]
+    patience: float
+
+
+def orders(
+    stage_ranks: Sequence[int], num_ranks: int, num_chunks: int, costs: Costs, memory_limit: float | None
+) -> Orders:
+    """Return the lists with the shortest span of a rank, first start to last end, found under `memory_limit`.
+
+    The limit is in (stage, chunk) activations per rank; by default what 1F1B holds, ranks × stages per rank. Raises
+    ScheduleError where it is below the stages of a rank.
+    """
+    own = [stages_of(rank, stage_ranks) for rank in range(num_ranks)]
+    most = max(map(len, own))
+    limit = float(num_ranks * most if memory_limit is None else memory_limit)
+    if limit < most:
+        raise ScheduleError(
+            f"zb-auto: a memory limit of {limit:g} activations is less than the {most} stages of a rank; a chunk needs "
+            f"one in each: at least {most}, and {num_ranks * most} to keep {num_ranks} ranks busy"
+        )
+    work = [
+        num_chunks * sum(costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s] for s in stages)
+        for stages in own
+    ]
+    best: Orders | None = None
+    best_cost = UNKNOWN
+    for policy in _policies(own, num_ranks, num_chunks, limit):
+        run = _Greedy(stage_ranks, num_ranks, num_chunks, costs, policy)
+        lists = run.run(idle_limit=best_cost - min(work))
+        cost = max(rank.idle + busy for rank, busy in zip(run.ranks, work, strict=True))
+        if lists is not None and cost < best_cost:
+            best, best_cost = lists, cost
+            if cost <= max(work):
+                break  # no span can be shorter
+    assert best is not None
+    return best
+
+
+def _policies(own: list[list[int]], num_ranks: int, num_chunks: int, limit: float) -> Iterator[Policy]:
+    """Yield what is tried: warm-ups of 1F1B, of ZB-H2 and without limit; W at once, as ZB-H1 and ZB-H2, and late."""
+    per_rank = [len(stages) for stages in own]
+    endless = num_chunks * max(per_rank)
+    aheads = [[2 * (num_ranks - r) - 1 for r in range(num_ranks)], [endless] * num_ranks]
+    aheads.append([num_ranks - r for r in range(num_ranks)])
+    put_offs = [[endless] * num_ranks, [2 * r for r in range(num_ranks)], list(range(num_ranks)), [0] * num_ranks]
+    if max(per_rank) > 1:
+        aheads = [[endless] * num_ranks, [num_ranks * count for count in per_rank]]
+        put_offs = [[endless] * num_ranks, [num_ranks] * num_ranks, [1] * num_ranks, [0] * num_ranks]
+    for put_off in put_offs:
+        for ahead in aheads:
+            for patience in _PATIENCE:
+                yield Policy(limit, tuple(ahead), tuple(put_off), patience)
+
+
+class _Greedy(Run):
+    def __init__(
+        self, stage_ranks: Sequence[int], num_ranks: int, num_chunks: int, costs: Costs, policy: Policy
+    ) -> None:
+        super().__init__(stage_ranks, num_ranks, num_chunks, costs)
+        self._policy = policy
+
+    def decide(self, number: int, now: float) -> Wakes:
+        rank, policy = self.ranks[number], self._policy
+        soonest = UNKNOWN
+        for stage in reversed(rank.stages):
+            chunk = self.next_backward[stage]
+            if chunk < self.next_forward[stage]:
+                ready = self.backward_ready[stage][chunk]
+                if ready <= now:
+                    return self.start(number, Op.I, stage, chunk, now)
+                soonest = min(soonest, ready)
+        forward = self._forward(number)
+        if forward is not None:
+            chunk = self.next_forward[forward]
+            ready = self.forward_ready[forward][chunk]
+            if ready <= now and len(rank.waiting) <= policy.put_off[number]:
+                return self.start(number, Op.F, forward, chunk, now)
+            soonest = min(soonest, ready)
+        if rank.waiting:
+            gap = policy.patience * self.costs.weight_grad[rank.waiting[0][0]]
+            if soonest <= now or soonest - now >= gap:
+                return self.start(number, Op.W, *rank.waiting.popleft(), now)
+        return [(soonest, number)] if soonest < UNKNOWN else []
+
+    def _forward(self, number: int) -> int | None:
+        """Return the stage whose forward is next: of those with room the deepest ready one, else the first to be.
+
+        Room is left for the rest of a chunk's way through the rank, so that the lists always end.
+        """
+        rank, policy = self.ranks[number], self._policy
+        found, earliest = None, UNKNOWN
+        for later, stage in enumerate(reversed(rank.stages)):
+            chunk = self.next_forward[stage]
+            if chunk >= self.num_chunks or rank.held + 1 + later > policy.limit + 1e-9:
+                continue
+            if rank.in_flight + later >= policy.ahead[number]:
+                continue
+            ready = self.forward_ready[stage][chunk]
+            if ready <= rank.clock:
+                return stage
+            if ready < earliest:
+                found, earliest = stage, ready
+        return found
