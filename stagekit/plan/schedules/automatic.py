@@ -1,7 +1,6 @@
-"""Automatic zero bubble: the best of some dozen greedy schedules under a memory limit, for costs of any shape.
+"""Automatic zero bubble: the best of eighteen greedy schedules under a memory limit, for costs of any shape.
 
-Reproduces what the paper's own search finds within p and 2p activations (arXiv 2401.10241, Table 5). Any table of
-stages. ZB-H1 and ZB-H2 are among the candidates where they fit.
+Reaches what the paper's own search finds within p and 2p activations (arXiv 2401.10241, Table 5). Any table of stages.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from stagekit.plan.actions import Op
 from stagekit.plan.schedules.list_scheduling import UNKNOWN, Costs, Run, Wakes
 from stagekit.plan.schedules.tables import Orders, stages_of
 
-_PATIENCE = (0.0, 0.3, 0.8, 1.0)
+_PATIENCE = (0.0, 0.3, 1.0)  # 0.8 added nothing over 40 random chains, 0.3 left out costs 0.4 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +65,15 @@ def orders(
 
 
 def _policies(own: list[list[int]], num_ranks: int, num_chunks: int, limit: float) -> Iterator[Policy]:
-    """Yield what is tried: warm-ups of 1F1B, of ZB-H2 and without limit; W at once, as ZB-H1 and ZB-H2, and late."""
+    """Yield what is tried: a warm-up as ZB-H2 or without limit; W late, or as in ZB-H2 and ZB-H1."""
     per_rank = [len(stages) for stages in own]
     endless = num_chunks * max(per_rank)
-    aheads = [[2 * (num_ranks - r) - 1 for r in range(num_ranks)], [endless] * num_ranks]
-    aheads.append([num_ranks - r for r in range(num_ranks)])
-    put_offs = [[endless] * num_ranks, [2 * r for r in range(num_ranks)], list(range(num_ranks)), [0] * num_ranks]
-    if max(per_rank) > 1:
+    if max(per_rank) == 1:
+        aheads = [[2 * (num_ranks - r) - 1 for r in range(num_ranks)], [endless] * num_ranks]
+        put_offs = [[endless] * num_ranks, [2 * r for r in range(num_ranks)], list(range(num_ranks))]
+    else:
         aheads = [[endless] * num_ranks, [num_ranks * count for count in per_rank]]
-        put_offs = [[endless] * num_ranks, [num_ranks] * num_ranks, [1] * num_ranks, [0] * num_ranks]
+        put_offs = [[endless] * num_ranks, [num_ranks] * num_ranks, [0] * num_ranks]
     for put_off in put_offs:
         for ahead in aheads:
             for patience in _PATIENCE:
