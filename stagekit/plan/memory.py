@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from stagekit.errors import SplitError
 from stagekit.plan.actions import Op
-from stagekit.plan.schedules import compute_order, placement
+from stagekit.plan.schedules import compute_order, table_for
 
 GIB = float(1 << 30)
 
@@ -68,13 +68,13 @@ class Memory:
 
 
 def chunks_in_flight(schedule: str, stages: int, stages_per_rank: int, chunks: int) -> tuple[int, ...]:
-    """Return per stage how many chunks are at most between their forward and their backward. Raises ScheduleError."""
+    """Return per stage how many chunks are at most between their F and their B or W. Raises ScheduleError."""
     num_ranks = stages // stages_per_rank
-    orders = compute_order(schedule, placement(stages, num_ranks), num_ranks, chunks)
+    orders = compute_order(schedule, table_for(schedule, stages, num_ranks), num_ranks, chunks)
     held, peak = [0] * stages, [0] * stages
     for row in orders:
         for action in row:
-            held[action.stage] += 1 if action.op is Op.F else -1 if action.op is Op.B else 0
+            held[action.stage] += 1 if action.op is Op.F else -1 if action.op in (Op.B, Op.W) else 0
             peak[action.stage] = max(peak[action.stage], held[action.stage])
     return tuple(peak)
 

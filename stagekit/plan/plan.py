@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagekit.errors import UserError
+from stagekit.plan.actions import to_csv
 from stagekit.plan.contract import ModelSpec, StageSpec, TensorSpec
 from stagekit.plan.lowering import Lists, Routes, lower, receive_window, routes_of
-from stagekit.plan.schedules import compute_order, placement
+from stagekit.plan.schedules import compute_order, table_for
 from stagekit.plan.shapes import evaluate
 from stagekit.plan.timeline import Timeline, gantt, simulate
 from stagekit.plan.verify import Cell, verify
@@ -57,6 +58,7 @@ class Plan:
         """Equal on ranks that captured and scheduled the same thing."""
         parts = [self.model.graph_hash, self.schedule, self.num_chunks, self.stages_per_rank, self.replicas]
         parts += [stage.first_node for stage in self.model.stages]
+        parts += [to_csv(self.actions)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -125,7 +127,7 @@ def make_plan(
     """Schedule a cut model, verify the lists and simulate them. Raises ScheduleError or UserError."""
     num_stages = len(model.stages)
     num_ranks = check_counts(num_stages, stages_per_rank, 1)
-    stage_ranks = placement(num_stages, num_ranks)
+    stage_ranks = table_for(schedule, num_stages, num_ranks)
     routes = routes_of(model, replicas=replicas)
     lists, extension = verified_lists(schedule, stage_ranks, num_chunks, routes)
     timeline = _predict(model, lists, extension, stage_ranks, routes, recompute)
