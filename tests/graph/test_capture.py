@@ -158,3 +158,23 @@ def test_cuda_without_a_cuda_build_is_refused() -> None:
         return
     with pytest.raises(CaptureError, match="built without CUDA"):
         capture(nn.Linear(6, 6), (torch.randn(4, 6),), device="cuda")
+
+
+class DoublesEverySecond(nn.Module):
+    """Writes in place into a view with gaps that nobody else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        every_second = self.a(x)[:, ::2]
+        return self.b(every_second.mul_(2))
+
+
+def test_a_functional_twin_that_is_laid_out_otherwise_is_described_anew() -> None:
+    captured = capture(DoublesEverySecond(), (torch.randn(4, 6),))
+    (twin,) = [node for node in captured.graph.nodes if str(node.target) == "aten.mul.Tensor"]
+    described = captured.symbols.spec(twin.meta["val"])
+    assert (described.shape, described.stride) == (("s0", 3), (3, 1))
+    assert twin.meta["requires_grad"] and twin.meta["reached"]

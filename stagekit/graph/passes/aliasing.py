@@ -110,6 +110,7 @@ def functionalise(graph: fx.Graph, storage_of: Mapping[str, int], kept: frozense
     `storage_of`: storage number per node name. `kept`: storages of parameters, buffers and constants, left alone.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
+    sharing = _sharing(graph, storage_of)
     changed = False
     for node in list(graph.nodes):
         written = written_inputs(node)
@@ -117,11 +118,7 @@ def functionalise(graph: fx.Graph, storage_of: Mapping[str, int], kept: frozense
         if twin is None or node.args[0] is not written[0] or storage_of.get(written[0].name) in kept:
             continue
         target = written[0]
-        aliases = [
-            other
-            for other in graph.nodes
-            if other not in (target, node) and storage_of.get(other.name, -1) == storage_of.get(target.name, -2)
-        ]
+        aliases = [other for other in sharing.get(storage_of.get(target.name, -1), ()) if other not in (target, node)]
         lives = any(order[alias] < order[node] < order[user] for alias in aliases for user in alias.users)
         if lives or _may_promote(node) or _keeps_gradient(node, target):
             continue
@@ -129,6 +126,15 @@ def functionalise(graph: fx.Graph, storage_of: Mapping[str, int], kept: frozense
         target.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)
         changed = True
     return changed
+
+
+def _sharing(graph: fx.Graph, storage_of: Mapping[str, int]) -> dict[int, list[fx.Node]]:
+    """Return the nodes that live in each storage."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.name in storage_of:
+            found.setdefault(storage_of[node.name], []).append(node)
+    return found
 
 
 def _keeps_gradient(node: fx.Node, target: fx.Node) -> bool:
@@ -164,10 +170,12 @@ def snapshot_buffers(graph: fx.Graph, storage_of: Mapping[str, int], states: set
     `states`: placeholder names of parameters, buffers and constants. Tells whether any copy was made.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
+    sharing = _sharing(graph, storage_of)
+    writes = [(node, written) for node in graph.nodes if (written := written_inputs(node))]
     changed = False
     for placeholder in [n for n in graph.nodes if n.op == "placeholder" and n.name in states]:
-        same = {n for n in graph.nodes if storage_of.get(n.name, -1) == storage_of.get(placeholder.name, -2)}
-        writers = {node for node in graph.nodes if any(target in same for target in written_inputs(node))}
+        same = set(sharing.get(storage_of.get(placeholder.name, -1), ()))
+        writers = {node for node, written in writes if any(target in same for target in written)}
         if not writers or not same <= {placeholder, *writers}:
             continue  # never written, or read through views
         last = max(writers, key=order.__getitem__)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
 from stagekit.graph.passes.aliasing import storage_number
@@ -39,8 +40,10 @@ def context_manager(kind: str, values: list[Any]) -> contextlib.AbstractContextM
 def propagate(graph: fx.Graph, fakes: Mapping[str, Any], mode: FakeTensorMode) -> dict[str, int]:
     """Run `graph`, set each node's meta "val", "requires_grad" and "reached"; return the storage number per node name.
 
-    "reached": the gradient of some output depends on the value, in place writes included. `fakes`: a fake tensor or
-    constant per placeholder name. Raises CaptureError naming the user's line.
+    It runs at the example's sizes, which costs a fraction of symbolic ones. A "val" that says the same at these sizes
+    stays, any other is computed again (a functional twin may be laid out otherwise). "reached": the gradient of some
+    output depends on the value, in place writes included. `fakes`: a fake tensor or constant per placeholder name.
+    Raises CaptureError naming the user's line.
     """
     values: dict[fx.Node, Any] = {}
     storages: dict[str, int] = {}
@@ -50,17 +53,62 @@ def propagate(graph: fx.Graph, fakes: Mapping[str, Any], mode: FakeTensorMode) -
             if node.op == "output":
                 outputs = [values[n] for n in node.all_input_nodes]
                 continue
-            values[node] = fakes[node.name] if node.op == "placeholder" else run_node(node, values)
+            if node.op == "placeholder":
+                node.meta["val"] = pytree.tree_map_only(Tensor, Tensor.detach, fakes[node.name])
+                values[node] = _at_example(fakes[node.name])
+            else:
+                values[node] = run_node(node, values)
+                _describe(node, values[node])
             number = storage_number(values[node])
             if number is not None:
                 storages[node.name] = number
         reached = _reached_by(outputs)
         for node, value in values.items():
             node.meta["reached"] = _flowing_edge(value) in reached
-    for node, value in values.items():
-        node.meta["val"] = value.detach() if isinstance(value, Tensor) else _detached(value)
-        node.meta["requires_grad"] = isinstance(value, Tensor) and value.requires_grad
+            node.meta["requires_grad"] = isinstance(value, Tensor) and value.requires_grad
     return storages
+
+
+def _describe(node: fx.Node, value: Any) -> None:
+    """Compute the meta "val" of a node with symbolic sizes, unless it describes `value` already."""
+    if "val" in node.meta and _describes(node.meta["val"], value):
+        return
+    known = {operand: operand.meta["val"] for operand in node.all_input_nodes}
+    with torch.no_grad():
+        described = run_node(node, known)
+    node.meta["val"] = pytree.tree_map_only(Tensor, Tensor.detach, described)
+
+
+def _describes(symbolic: Any, value: Any) -> bool:
+    """Tell whether `symbolic` is `value` once its sizes are the example's."""
+    if isinstance(value, tuple | list):
+        return (
+            isinstance(symbolic, tuple | list) and len(symbolic) == len(value) and all(map(_describes, symbolic, value))
+        )
+    if not isinstance(value, Tensor) or not isinstance(symbolic, Tensor):
+        return type(_hint(symbolic)) is type(value) and _hint(symbolic) == value
+    return (symbolic.dtype, symbolic.device, symbolic.layout) == (value.dtype, value.device, value.layout) and (
+        _layout(symbolic) == _layout(value)
+    )
+
+
+def _layout(tensor: Tensor) -> tuple[list[Any], list[Any]]:
+    return [_hint(size) for size in tensor.size()], [_hint(step) for step in tensor.stride()]
+
+
+def _hint(size: Any) -> Any:
+    return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
+
+
+def _at_example(value: Any) -> Any:
+    """Return a fake tensor of the example's sizes for one of symbolic sizes."""
+    if not isinstance(value, Tensor):
+        return _hint(value)
+    if not any(isinstance(size, torch.SymInt) for size in (*value.size(), *value.stride())):
+        return value
+    size, stride = _layout(value)
+    fake = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+    return fake.requires_grad_(value.requires_grad)
 
 
 def _edge_of(value: Tensor) -> tuple[Any, int]:
@@ -68,6 +116,11 @@ def _edge_of(value: Tensor) -> tuple[Any, int]:
         return None, 0
     edge = torch.autograd.graph.get_gradient_edge(value)
     return edge.node, edge.output_nr
+
+
+def takes_gradient(value: Any) -> bool:
+    """Tell whether backward can start at `value`: a view taken under no_grad says requires_grad, and none flows into it."""
+    return _flowing_edge(value) is not None
 
 
 def _flowing_edge(value: Any) -> tuple[Any, int] | None:
@@ -100,12 +153,6 @@ def autograd_nodes(roots: Iterable[Any]) -> Iterator[Any]:
         seen.add(node)
         yield node
         todo += [following for following, _ in node.next_functions if following is not None]
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(item.detach() if isinstance(item, Tensor) else item for item in value)
-    return value
 
 
 def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
