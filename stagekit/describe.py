@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import ScheduleError, SplitError, StagekitError, UserError, WeightsError
 from stagekit.graph.compile.compilers import check_backend
 from stagekit.load import load_program
+from stagekit.plan.split import Balanced, split_of
 from stagekit.run.allocator import keep_freed_memory
 
 
@@ -46,7 +48,9 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
         init="" if spec["init"] == "auto" else spec["init"],
         weights=spec["weights"] or getattr(program, "weights", None),
     )
-    split = "parameters" if quick and pipeline["split"] == "balanced" else pipeline["split"]
+    split = split_of(pipeline)
+    if quick and isinstance(split, Balanced) and split.costs == "measured":  # what fits a cap needs no costs
+        split = "parameters" if split.memory_bytes is None else replace(split, costs="bytes")
     pipe = plan_pipeline(
         captured,
         loss_fn=program.loss,
@@ -80,6 +84,8 @@ def _field_and_text(error: BaseException, spec: Mapping[str, Any]) -> tuple[str,
         return "pipeline.compile", text
     if isinstance(error, UserError) and (named := _NAMED.match(text)):
         return named[1], text[named.end() :].lstrip()
+    if isinstance(error, SplitError) and "memory cap" in text:
+        return "pipeline.balance.memory", text
     field = next((name for kind, name in _FIELDS.items() if isinstance(error, kind)), "program")
     return field, text.removeprefix(f"{field}: ")
 

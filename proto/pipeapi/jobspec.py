@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +21,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -29,7 +29,7 @@ from pydantic import (
 
 from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
 from pipeapi.v1 import spec_pb2
-from pipeapi.values import check_env, check_param, parse_duration, parse_size
+from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_duration, parse_size
 
 MAX_FILE_BYTES = 1 << 20
 MAX_SPEC_BYTES = 256 << 10  # a node tells each worker the whole job, and its environment again, in one line of 1 MiB
@@ -39,13 +39,12 @@ SPLITS = ("balanced", "balanced:measured", "balanced:flops", "balanced:bytes", "
 _NAME = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
 _PROGRAM = r"^(hf:.+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
-_SIZE_SCHEMA = {
-    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9.]+ *([kKMG]i?B|B|)$"}]
-}
+_SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}]}
 _TIME_SCHEMA = {
     "anyOf": [{"type": "integer", "minimum": 0, "maximum": 86_400}, {"type": "string", "pattern": "^[0-9]+ *[smh]$"}]
 }
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 50), WithJsonSchema(_SIZE_SCHEMA)]
+SizeAboveZero = Annotated[int, BeforeValidator(parse_size), Field(ge=1, lt=1 << 50), WithJsonSchema(_SIZE_SCHEMA)]
 Seconds = Annotated[int, BeforeValidator(parse_duration), Field(ge=0, le=86_400), WithJsonSchema(_TIME_SCHEMA)]
 Timeout = Annotated[int, BeforeValidator(parse_duration), Field(ge=1, le=86_400), WithJsonSchema(_TIME_SCHEMA)]
 
@@ -61,6 +60,26 @@ class Buckets(_Strict):
     first: Size = Field(1 << 20, description="the same for the first bucket, i.e. the last layers")
 
 
+class Balance(_Strict):
+    """What `split: balanced` weighs besides time."""
+
+    memory: SizeAboveZero | None = Field(
+        None,
+        description="what the tensors of one worker may take: weights, gradients, optimizer state, and what autograd saves "
+        "of the chunks in flight; null: no limit",
+    )
+    optimizer_state: float = Field(
+        2.0,
+        ge=0,
+        lt=1024,
+        description="values that the optimizer keeps per parameter, for `memory`: 2 for Adam, 0 for SGD",
+    )
+    speeds: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
+        None, description="one number per rank of a pipeline; 2 takes half the time; null: all the same"
+    )
+    block_boundaries: bool = Field(False, description="cut only where a numbered module such as blocks.3 begins")
+
+
 class Pipeline(_Strict):
     """How the model is cut and in which order chunks run."""
 
@@ -73,6 +92,7 @@ class Pipeline(_Strict):
         "balanced",
         description="balanced[:measured|flops|bytes] | parameters | layers | bucket:SIZE, or the module paths where stages begin",
     )
+    balance: Balance = Field(default_factory=lambda: Balance())
     buckets: Buckets = Field(default_factory=lambda: Buckets())
     compile: str = Field(
         "default",
@@ -88,8 +108,31 @@ class Pipeline(_Strict):
     @field_validator("split")
     @classmethod
     def _known_split(cls, value: str | list[str]) -> str | list[str]:
-        if isinstance(value, str) and not re.fullmatch(r"bucket:\d+(\.\d+)? ?([KMG](i?B))?", value):
+        if isinstance(value, list):
+            twice = next((path for path in value if value.count(path) > 1), None)
+            if twice is not None:
+                raise ValueError(f'"{twice}" is named twice; a module path is where one stage begins')
+        elif value.startswith("bucket:"):
+            size = parse_size(value.removeprefix("bucket:"))
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f'"{value}": a bucket holds at least 1 byte')
+        else:
             return _one_of(value, SPLITS)
+        return value
+
+    @field_validator("balance")
+    @classmethod
+    def _balance_is_used(cls, value: Balance, info: ValidationInfo) -> Balance:
+        split, stages, per_rank = (info.data.get(name) for name in ("split", "stages", "stages_per_rank"))
+        if split is None or stages is None or per_rank is None:
+            return value  # told already
+        if value != Balance() and not (isinstance(split, str) and split.startswith("balanced")):
+            raise ValueError(f"is for split: balanced, but split is {split!r}; leave one of them out")
+        if value.speeds is not None and len(value.speeds) * per_rank != stages:
+            raise ValueError(
+                f"speeds has {len(value.speeds)} numbers, but {stages} stages with {per_rank} per rank run on "
+                f"{stages / per_rank:g} ranks; give one number per rank of a pipeline"
+            )
         return value
 
     @model_validator(mode="after")
@@ -413,6 +456,12 @@ def to_proto(job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "
             bucket_first_cap_bytes=job.pipeline.buckets.first,
             compile=job.pipeline.compile,
             recompute=job.pipeline.recompute,
+            balance=spec_pb2.BalanceSpec(
+                memory_bytes=job.pipeline.balance.memory or 0,
+                optimizer_state=job.pipeline.balance.optimizer_state,
+                speeds=job.pipeline.balance.speeds or (),
+                block_boundaries=job.pipeline.balance.block_boundaries,
+            ),
         ),
         train=spec_pb2.TrainSpec(
             steps=job.train.steps,
@@ -465,6 +514,7 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
             "schedule": pipeline.schedule,
             "chunks": pipeline.chunks,
             "split": list(pipeline.split_at) or pipeline.split,
+            "balance": _balance(pipeline),
             "buckets": {"cap": pipeline.bucket_cap_bytes, "first": pipeline.bucket_first_cap_bytes},
             "compile": pipeline.compile,
             "recompute": pipeline.recompute,
@@ -481,6 +531,18 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
         "recovery": {"grace": spec.grace_s, "start_timeout": spec.start_timeout_s},
         "observe": {"trace_steps": list(spec.observe.trace_steps)},
         "env": {name: (None if name in spec.redacted_env else value) for name, value in spec.env.items()},
+    }
+
+
+def _balance(pipeline: spec_pb2.PipelineSpec) -> dict[str, Any]:
+    if not pipeline.HasField("balance"):  # a job that was stored before there was one
+        return Balance().model_dump()
+    balance = pipeline.balance
+    return {
+        "memory": balance.memory_bytes or None,
+        "optimizer_state": balance.optimizer_state,
+        "speeds": list(balance.speeds) or None,
+        "block_boundaries": balance.block_boundaries,
     }
 
 

@@ -12,18 +12,31 @@ _ENV_NAME = re.compile(r"^[A-Z_][A-Z0-9_]*$")
 _RESERVED_ENV = re.compile(
     r"^(LD_|PYTHON|GRPC_|PIPED_|BASH_FUNC|MASTER_|TORCHELASTIC_|RANK$|WORLD_SIZE$|CUDA_VISIBLE_DEVICES$)"
 )
-_SIZE_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
+_SIZE_UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "KB": 10**3,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+SIZE_PATTERN = r"^\s*(\d+(?:\.\d+)?)\s*(B|[KMG]iB|[kKMG]B|)\s*$"
 
 
 def parse_size(value: object) -> object:
-    """Return bytes for "25MiB", 1024 or "1.5 GB"; anything else comes back for pydantic to refuse."""
-    if isinstance(value, str) and (match := re.fullmatch(r"([\d.]+)\s*([kKMG]i?B|B|)", value.strip())):
-        unit = match[2].replace("K", "k") if match[2] == "KB" else match[2]
-        if unit in _SIZE_UNITS:
-            return int(float(match[1]) * _SIZE_UNITS[unit])
-    if isinstance(value, str):
-        raise ValueError('not a size; write e.g. "25MiB"')
-    return value
+    """Return bytes for "25MiB", 1024 or "1.5 GB"; anything else comes back for pydantic to refuse.
+
+    The library reads the same words (stagekit.plan.split.parse_bytes); neither may import the other.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.match(SIZE_PATTERN, value, re.ASCII)
+    if match is None:
+        raise ValueError(f'"{value}" is not a size; write e.g. "25MiB" ({", ".join(filter(None, _SIZE_UNITS))})')
+    return int(float(match[1]) * _SIZE_UNITS[match[2]])
 
 
 def parse_duration(value: object) -> object:

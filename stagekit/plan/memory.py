@@ -14,7 +14,15 @@ from stagekit.errors import SplitError
 from stagekit.plan.actions import Op
 from stagekit.plan.schedules import compute_order, table_for
 
-GIB = float(1 << 30)
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def in_units(size_bytes: float) -> str:
+    """Return a size for people, in the unit in which it has 1 to 4 digits: "160 bytes", "1.5 GiB"."""
+    unit = 0
+    while size_bytes >= 1024 and unit < len(_UNITS) - 1:
+        size_bytes, unit = size_bytes / 1024, unit + 1
+    return f"{size_bytes:.4g} {_UNITS[unit]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +102,8 @@ def refuse(memory: Memory, bounds: Sequence[int], stages_per_rank: int) -> Split
     worst = needs.index(max(needs))
     shared = f" (each of {stages_per_rank} stages of a rank gets its share of the cap)" if stages_per_rank > 1 else ""
     return SplitError(
-        f"no cut into {len(memory.chunks)} stages fits the memory cap: the best one needs {needs[worst] / GIB:.3f} GiB in stage "
-        f"{worst} with {memory.chunks[worst]} chunks in flight, the cap is {memory.cap_bytes / GIB:.3f} GiB{shared}; "
+        f"no cut into {len(memory.chunks)} stages fits the memory cap: the best one needs {in_units(needs[worst])} in stage "
+        f"{worst} with {memory.chunks[worst]} chunks in flight, the cap is {in_units(memory.cap_bytes)}{shared}; "
         "use more stages, smaller or fewer chunks, or recompute"
     )
 

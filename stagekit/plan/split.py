@@ -6,13 +6,25 @@ graph.cut.choose carries it out.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from stagekit.errors import SplitError
 from stagekit.plan.memory import chunks_in_flight
 
 COSTS = ("measured", "flops", "bytes")
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "KB": 10**3,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +94,26 @@ def parse_split(text: str) -> Balanced | int | str:
     )
 
 
+def split_of(pipeline: Mapping[str, Any]) -> str | Sequence[str] | Balanced:
+    """Return what `split` and `balance` of a job file's pipeline mean together. Raises SplitError."""
+    split, balance = pipeline["split"], pipeline.get("balance")
+    wish = parse_split(split) if isinstance(split, str) else None
+    if not isinstance(wish, Balanced) or not balance:
+        paths: str | Sequence[str] = split
+        return paths
+    speeds = balance["speeds"]
+    return replace(
+        wish,
+        memory_bytes=balance["memory"],
+        speeds=tuple(speeds) if speeds else None,
+        block_boundaries=balance["block_boundaries"],
+        optimizer_state=balance["optimizer_state"],
+    )
+
+
 def parse_bytes(text: str) -> int:
     """Return the bytes of "25MiB", "1.5 GB" or "4096". Raises SplitError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     size = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else 0.0
     if size < 1:
         raise SplitError(

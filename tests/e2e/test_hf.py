@@ -40,7 +40,9 @@ def plain(folder, data, *, from_files):
 def test_a_llama_directory_with_weights_trains_as_the_plain_model_does(cluster, tmp_path):
     folder = hub.write_model(tmp_path / "llama", "llama", weights_seed=3)
     data = hub.write_text(tmp_path / "text.txt")
-    ended = cluster.run(job(f"hf:{folder}", [str(data)]))
+    spec = job(f"hf:{folder}", [str(data)])
+    spec["pipeline"]["balance"] = {"memory": "1GiB", "speeds": [2, 1]}
+    ended = cluster.run(spec)
     assert cluster.losses(ended.job_id) == plain(folder, data, from_files=True)
     assert ended.plan.bit_equal == "yes"
 

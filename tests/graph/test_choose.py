@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from stagekit.errors import SplitError
 from stagekit.graph.capture.capture import Captured, capture
-from stagekit.graph.cut.choose import Choice, choose, module_paths
+from stagekit.graph.cut.choose import Choice, at_speeds, choose, module_paths
+from stagekit.graph.cut.costs import Cost
 from stagekit.graph.cut.estimates import tensor_bytes
 from stagekit.graph.cut.layout import Layout, lay_out
 from stagekit.plan.split import Balanced, Usage
@@ -65,8 +67,9 @@ def parameter_bytes(choice: Choice) -> list[int]:
     return [sum(tensor_bytes(captured, n.meta["val"]) for n in nodes) for nodes in read]
 
 
-def needed_gib(choice: Choice) -> float:
-    return float(choice.report.partition("largest stage ")[2].split()[0])
+def needed_bytes(choice: Choice) -> float:
+    number, unit = choice.report.partition("largest stage ")[2].split()[:2]
+    return float(number) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit]
 
 
 @pytest.mark.parametrize("costs", ["flops", "bytes"])
@@ -86,29 +89,29 @@ def test_a_memory_cap_moves_the_cut() -> None:
     usage = Usage("1f1b", 8)
     loose = chosen(Balanced("flops", memory_bytes=1 << 30), 4, usage)
     assert "of 1 GiB" in loose.report
-    cap = needed_gib(loose) * 0.97
-    tight = chosen(Balanced("flops", memory_bytes=int(cap * (1 << 30))), 4, usage)
+    cap = int(needed_bytes(loose) * 0.97)
+    tight = chosen(Balanced("flops", memory_bytes=cap), 4, usage)
     assert tight.begins != loose.begins
-    assert needed_gib(tight) <= cap
+    assert needed_bytes(tight) <= cap
 
 
 def test_an_impossible_cap_is_refused_with_the_numbers() -> None:
     with pytest.raises(
-        SplitError, match=r"needs 0\.\d+ GiB in stage \d with \d chunks in flight, the cap is 0\.000 GiB"
+        SplitError, match=r"needs [\d.]+ KiB in stage \d with \d chunks in flight, the cap is 9\.766 KiB"
     ):
         chosen(Balanced("flops", memory_bytes=10_000), 4, Usage("1f1b", 8))
 
 
 def test_recomputing_needs_less_memory() -> None:
     wish = Balanced("flops", memory_bytes=1 << 30)
-    kept, again = (needed_gib(chosen(wish, 2, Usage("gpipe", 16, recompute=r))) for r in (False, True))
+    kept, again = (needed_bytes(chosen(wish, 2, Usage("gpipe", 16, recompute=r))) for r in (False, True))
     assert again < 0.5 * kept
 
 
 def test_the_estimate_counts_weights_gradients_optimizer_state_and_what_chunks_save() -> None:
     def needed(chunks: int, optimizer_state: float) -> int:
         wish = Balanced("flops", memory_bytes=1 << 30, optimizer_state=optimizer_state)
-        return round(needed_gib(chosen(wish, 1, Usage("gpipe", chunks))) * (1 << 30))
+        return round(needed_bytes(chosen(wish, 1, Usage("gpipe", chunks))))
 
     total = sum(parameter_bytes(chosen("layers", 1)))
     assert needed(1, 2.0) - needed(1, 0.0) == pytest.approx(2 * total, rel=0.01)
@@ -129,6 +132,29 @@ def test_cuts_can_be_kept_to_the_beginnings_of_blocks() -> None:
 def test_a_faster_rank_gets_more_work() -> None:
     first = [parameter_bytes(chosen(Balanced("flops", speeds=s), 2))[0] for s in ((3.0, 1.0), (1.0, 1.0), (1.0, 3.0))]
     assert first[0] > first[1] > first[2]
+
+
+def test_the_plan_predicts_each_stage_at_the_speed_of_its_rank() -> None:
+    captured, layout = model()
+    wish = Balanced("flops", speeds=(2.0, 0.5))
+    choice = choose(captured, layout, wish, 2, None, measured=True)
+    assert "on flops, speeds 2, 0.5" in choice.report
+    plain = {node: Cost(1.0, 3.0) for node in choice.costs}
+    told = at_speeds(layout, replace(choice, costs=plain), (2.0, 0.5))
+    first = {node.name for node in layout.nodes[: choice.begins[1]]}
+    assert {(name in first, cost.forward_s, cost.backward_s) for name, cost in told.items()} == {
+        (True, 0.5, 1.5),
+        (False, 2.0, 6.0),
+    }
+
+
+def test_module_paths_that_can_not_be_are_told_with_those_that_can() -> None:
+    with pytest.raises(SplitError, match=r"'zzz'; a stage can begin at blocks\.0, .*, …"):
+        chosen(["zzz"], 2)
+    with pytest.raises(SplitError, match=r"'blocks\.9'; nearest: blocks\."):
+        chosen(["blocks.9"], 2)
+    with pytest.raises(SplitError, match=r"'blocks\.1' is named twice"):
+        chosen(["blocks.1", "blocks.1"], 3)
 
 
 def test_speeds_for_another_number_of_ranks_are_refused() -> None:

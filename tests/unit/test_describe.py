@@ -21,6 +21,7 @@ LFS = "/models/a/model.safetensors is a git-lfs pointer"
         (UserError("params: got an unexpected argument 'lr'"), {}, "params", "got an unexpected argument 'lr'"),
         (UserError("compile='x' is no backend"), {}, "pipeline.compile", "compile='x' is no backend"),
         (SplitError("split: no module 'x'"), {}, "pipeline.split", "split: no module 'x'"),
+        (SplitError("no cut fits the memory cap"), {}, "pipeline.balance.memory", "no cut fits the memory cap"),
         (CaptureError("a branch on values"), {}, "program", "a branch on values"),
         (ZeroDivisionError("in the model"), {}, "program", "ZeroDivisionError: in the model"),
     ],

@@ -29,6 +29,7 @@ from stagekit.api import Pipeline, capture_model, plan_pipeline
 from stagekit.errors import BugError, UserError
 from stagekit.graph.compile.compilers import AUTO
 from stagekit.load import load_program
+from stagekit.plan.split import split_of
 from stagekit.program import Batch
 from stagekit.run import checkpoint
 from stagekit.run.allocator import keep_freed_memory
@@ -210,7 +211,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         "stages": pipeline["stages"],
         "chunks": pipeline["chunks"],
         "schedule": pipeline["schedule"],
-        "split": pipeline["split"],
+        "split": split_of(pipeline),
         "stages_per_rank": pipeline["stages_per_rank"],
         "replicas": pipeline["replicas"],
         "buckets": pipeline["buckets"],

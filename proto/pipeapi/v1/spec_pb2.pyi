@@ -108,7 +108,7 @@ class ParamMap(_message.Message):
     def __init__(self, values: _Optional[_Mapping[str, ParamValue]] = ...) -> None: ...
 
 class PipelineSpec(_message.Message):
-    __slots__ = ("stages", "stages_per_rank", "replicas", "schedule", "chunks", "split", "split_at", "bucket_cap_bytes", "bucket_first_cap_bytes", "compile", "recompute")
+    __slots__ = ("stages", "stages_per_rank", "replicas", "schedule", "chunks", "split", "split_at", "bucket_cap_bytes", "bucket_first_cap_bytes", "compile", "recompute", "balance")
     STAGES_FIELD_NUMBER: _ClassVar[int]
     STAGES_PER_RANK_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,7 @@ class PipelineSpec(_message.Message):
     BUCKET_FIRST_CAP_BYTES_FIELD_NUMBER: _ClassVar[int]
     COMPILE_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    BALANCE_FIELD_NUMBER: _ClassVar[int]
     stages: int
     stages_per_rank: int
     replicas: int
@@ -131,7 +132,20 @@ class PipelineSpec(_message.Message):
     bucket_first_cap_bytes: int
     compile: str
     recompute: bool
-    def __init__(self, stages: _Optional[int] = ..., stages_per_rank: _Optional[int] = ..., replicas: _Optional[int] = ..., schedule: _Optional[str] = ..., chunks: _Optional[int] = ..., split: _Optional[str] = ..., split_at: _Optional[_Iterable[str]] = ..., bucket_cap_bytes: _Optional[int] = ..., bucket_first_cap_bytes: _Optional[int] = ..., compile: _Optional[str] = ..., recompute: _Optional[bool] = ...) -> None: ...
+    balance: BalanceSpec
+    def __init__(self, stages: _Optional[int] = ..., stages_per_rank: _Optional[int] = ..., replicas: _Optional[int] = ..., schedule: _Optional[str] = ..., chunks: _Optional[int] = ..., split: _Optional[str] = ..., split_at: _Optional[_Iterable[str]] = ..., bucket_cap_bytes: _Optional[int] = ..., bucket_first_cap_bytes: _Optional[int] = ..., compile: _Optional[str] = ..., recompute: _Optional[bool] = ..., balance: _Optional[_Union[BalanceSpec, _Mapping]] = ...) -> None: ...
+
+class BalanceSpec(_message.Message):
+    __slots__ = ("memory_bytes", "optimizer_state", "speeds", "block_boundaries")
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_STATE_FIELD_NUMBER: _ClassVar[int]
+    SPEEDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
+    memory_bytes: int
+    optimizer_state: float
+    speeds: _containers.RepeatedScalarFieldContainer[float]
+    block_boundaries: bool
+    def __init__(self, memory_bytes: _Optional[int] = ..., optimizer_state: _Optional[float] = ..., speeds: _Optional[_Iterable[float]] = ..., block_boundaries: _Optional[bool] = ...) -> None: ...
 
 class TrainSpec(_message.Message):
     __slots__ = ("steps", "clip_grad_norm", "seed", "log_every")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from stagekit.graph.buckets.rule import BucketRule
 from stagekit.graph.cut.costs import Cost, measure, tensor_bytes
 from stagekit.graph.cut.footprint import cut_within, footprint
 from stagekit.graph.cut.layout import Layout
-from stagekit.plan.memory import GIB, Memory
+from stagekit.plan.memory import Memory, in_units
 from stagekit.plan.partition import Partition, partition
 from stagekit.plan.split import Balanced, Usage, parse_split
 
@@ -51,7 +52,19 @@ def choose(
     choice = _chosen(captured, layout, split, stages, usage or Usage())
     if measured and not choice.costs:
         choice = replace(choice, costs=_costs(captured, layout, "measured"))
+    if isinstance(split, Balanced) and split.speeds:
+        choice = replace(choice, costs=at_speeds(layout, choice, split.speeds))
     return choice
+
+
+def at_speeds(layout: Layout, choice: Choice, speeds: Sequence[float]) -> dict[str, Cost]:
+    """Return what nodes cost on the ranks that run them, for the plan's predictions."""
+    costs = {}
+    for i, node in enumerate(layout.nodes):
+        if node.name in choice.costs:
+            cost, speed = choice.costs[node.name], speeds[(bisect_right(choice.begins, i) - 1) % len(speeds)]
+            costs[node.name] = replace(cost, forward_s=cost.forward_s / speed, backward_s=cost.backward_s / speed)
+    return costs
 
 
 def _chosen(
@@ -89,13 +102,14 @@ def _balanced(captured: Captured, layout: Layout, wish: Balanced, stages: int, u
 
     report = f"balanced on {'measured costs' if wish.costs == 'measured' else wish.costs}"
     report += ", at blocks" if wish.block_boundaries else ""
+    report += f", speeds {', '.join(f'{speed:g}' for speed in wish.speeds)}" if wish.speeds else ""
     if wish.memory_bytes is None:
         found = solve(None)
     else:
         footing = footprint(captured, layout, optimizer_state=wish.optimizer_state, recompute=usage.recompute)
         cap = wish.memory_bytes / usage.stages_per_rank
         found, needs = cut_within(solve, footing, cap, usage.in_flight(stages))
-        report += f", largest stage {needs / GIB:.3g} of {cap / GIB:.3g} GiB"
+        report += f", largest stage {in_units(needs)} of {in_units(cap)}"
     noun = "stage" if usage.stages_per_rank == 1 else "rank"
     return Choice(found.begins, f"{report}: {_gap(found, 1e3, 'ms', noun)}", costs if wish.costs == "measured" else {})
 
@@ -193,12 +207,14 @@ def _at_paths(layout: Layout, names: Sequence[str], stages: int) -> Choice:
         )
     begins_at = _beginnings(layout)
     positions = [0]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise SplitError(f"split: {twice!r} is named twice; a module path is where one stage begins")
     for name in names:
         if name not in begins_at:
             near = difflib.get_close_matches(name, begins_at, 3, 0.4)
-            raise SplitError(
-                f"split: no operation of the model is in a module {name!r}; nearest: {', '.join(near) or 'none'}"
-            )
+            told = f"nearest: {', '.join(near)}" if near else _examples(layout, begins_at)
+            raise SplitError(f"split: no operation of the model is in a module {name!r}; {told}")
         position = begins_at[name]
         if position not in set(layout.legal):
             usable = [other for other, at in begins_at.items() if at in set(layout.legal)]
@@ -213,6 +229,13 @@ def _at_paths(layout: Layout, names: Sequence[str], stages: int) -> Choice:
             )
         positions.append(position)
     return Choice(tuple(positions), f"at {', '.join(names)}" if names else "one stage")
+
+
+def _examples(layout: Layout, begins_at: Mapping[str, int]) -> str:
+    usable = [name for name, position in begins_at.items() if position in set(layout.legal)]
+    if not usable:
+        return 'no module of this model can begin a stage; use "balanced"'
+    return f"a stage can begin at {', '.join(usable[:5])}" + (", …" if len(usable) > 5 else "")
 
 
 def _beginnings(layout: Layout) -> dict[str, int]:

@@ -18,7 +18,7 @@ from stagekit.errors import SplitError
 from stagekit.graph.cut.costs import tensor_bytes
 from stagekit.graph.passes.aliasing import storage_number
 from stagekit.graph.passes.propagate import run_node
-from stagekit.plan.memory import GIB, Held, Memory
+from stagekit.plan.memory import Held, Memory, in_units
 from stagekit.plan.partition import Partition
 
 if TYPE_CHECKING:
@@ -134,6 +134,6 @@ def cut_within(
             return cut, max(needs)
         allowance = max(allowance + 1, *received)
     raise SplitError(
-        f"no cut was found that fits the memory cap of {cap_bytes / GIB:.3f} GiB: the last one tried needs "
-        f"{max(needs) / GIB:.3f} GiB in stage {needs.index(max(needs))}; use more stages, smaller or fewer chunks, or recompute"
+        f"no cut was found that fits the memory cap of {in_units(cap_bytes)}: the last one tried needs "
+        f"{in_units(max(needs))} in stage {needs.index(max(needs))}; use more stages, smaller or fewer chunks, or recompute"
     )

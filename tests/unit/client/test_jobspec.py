@@ -3,6 +3,8 @@
 import pytest
 
 from pipeapi import jobspec, values
+from stagekit.errors import SplitError
+from stagekit.plan.split import Balanced, parse_bytes, split_of
 
 GOOD = """\
 version: 1
@@ -61,6 +63,31 @@ def test_a_good_file_survives_the_wire_unchanged():
         ("  chunks: 8", "  chunks: 8\n  stages_per_rank: 3", ["stages_per_rank is 3, which does not divide stages: 4"]),
         ("  chunks: 8", "  split: [a, b]", ["split names 2 places where a stage begins, but 4 stages need 3"]),
         ("  chunks: 8", "  buckets: {cap: lots}", ["pipeline.buckets.cap", '"25MiB"']),
+        ("  chunks: 8", "  split: [a, b, a]", ['pipeline.split: "a" is named twice']),
+        ("  chunks: 8", "  split: bucket:0", ['pipeline.split: "bucket:0": a bucket holds at least 1 byte']),
+        ("  chunks: 8", "  split: bucket:many", ['pipeline.split: "many" is not a size; write e.g. "25MiB"']),
+        (
+            "  chunks: 8",
+            "  balance: {memory: 0}",
+            ["pipeline.balance.memory: 0: input should be greater than or equal"],
+        ),
+        ("  chunks: 8", "  balance: {memory: lots}", ['pipeline.balance.memory: "lots" is not a size']),
+        (
+            "  chunks: 8",
+            "  balance: {memori: 1GiB}",
+            ["pipeline.balance.memori: unknown field", 'did you mean "memory"?'],
+        ),
+        ("  chunks: 8", "  balance: {speeds: [1, 1, 0, 1]}", ["pipeline.balance.speeds.2: 0: input should be greater"]),
+        (
+            "  chunks: 8",
+            "  balance: {speeds: [1, 2]}",
+            ["pipeline.balance: speeds has 2 numbers, but 4 stages with 1 per rank run on 4 ranks; give one"],
+        ),
+        (
+            "  chunks: 8",
+            "  split: layers\n  balance: {memory: 1GiB}",
+            ["pipeline.balance: is for split: balanced, but split is 'layers'"],
+        ),
         ("train: {steps: 3}", "train: {steps: 3}\nname: other", ["name: given twice (job.yaml:9:1)"]),
         ("train: {steps: 3}", "train: {steps: 3", ["(job.yaml:"]),
         ("train: {steps: 3}", "train: &t {steps: 3}\nobserve: *t", ["aliases are not allowed"]),
@@ -157,6 +184,48 @@ def test_the_schema_that_editors_read_takes_what_people_write():
     for bad in ({"stages": 0}, {"stages": 1, "buckets": {"cap": "lots"}}, {"stages": 1, "chunk": 2}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(job | {"pipeline": bad}, schema)
+
+
+def test_what_a_balanced_split_weighs_survives_the_wire():
+    text = "  balance: {memory: 20GiB, speeds: [1, 1, 0.5, 2], optimizer_state: 0, block_boundaries: true}"
+    job = load(GOOD.replace("  chunks: 8", text))
+    proto = jobspec.to_proto(job, environ={})
+    assert jobspec.from_proto(proto) == job
+    assert split_of(jobspec.to_dict(proto)["pipeline"]) == Balanced(
+        memory_bytes=20 << 30, speeds=(1.0, 1.0, 0.5, 2.0), optimizer_state=0.0, block_boundaries=True
+    )
+    proto.pipeline.ClearField("balance")  # as stored before there was one
+    assert split_of(jobspec.to_dict(proto)["pipeline"]) == Balanced()
+
+
+SIZES = [
+    "25MiB",
+    "1.5 GB",
+    "1 kB",
+    "2KB",
+    "4096",
+    "7 B",
+    "1.5 GiB",
+    " 3 KiB ",
+    "1.2.3",
+    "MiB",
+    "5 mib",
+    "-1",
+    "1e3",
+    "٣",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", SIZES)
+def test_the_job_file_and_the_library_read_the_same_sizes(text):
+    try:
+        size = values.parse_size(text)
+    except ValueError:
+        with pytest.raises(SplitError):
+            parse_bytes(text)
+    else:
+        assert parse_bytes(text) == size
 
 
 def test_start_values_survive_the_wire():

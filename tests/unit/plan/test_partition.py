@@ -102,9 +102,7 @@ def test_speeds_and_a_memory_cap_are_solved_exactly(seed: int) -> None:
 def test_the_error_of_an_impossible_cap_names_the_stage_and_both_numbers() -> None:
     gib = 1 << 30
     memory = Memory(tuple(Held((i,), gib * size) for i, size in enumerate((1, 5, 1, 1))), (2, 1), 4 * gib)
-    with pytest.raises(
-        SplitError, match=r"needs 6\.000 GiB in stage \d with \d chunks in flight, the cap is 4\.000 GiB"
-    ):
+    with pytest.raises(SplitError, match=r"needs 6 GiB in stage \d with \d chunks in flight, the cap is 4 GiB"):
         partition([1.0] * 4, [0.0] * 4, [1, 2, 3], 2, memory=memory)
 
 
