@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stagekit.errors import ScheduleError
+from stagekit.plan.costs import Costs as Costs
 from stagekit.plan.schedules import (
     automatic,
     csv_file,
@@ -20,7 +21,6 @@ from stagekit.plan.schedules import (
     v_half,
     zb_v,
 )
-from stagekit.plan.schedules.list_scheduling import Costs as Costs
 from stagekit.plan.schedules.tables import Orders as Orders
 from stagekit.plan.schedules.tables import placement as placement
 from stagekit.plan.schedules.tables import stages_of as stages_of
@@ -33,15 +33,15 @@ class Schedule:
 
     orders: Callable[[Sequence[int], int, int], Orders]
     table: Callable[[int, int], tuple[int, ...]] = placement  # (stages, ranks) → rank of each stage
-    stages_per_rank: int = 1  # what it runs best with, or only
+    stages_per_rank: int = 1  # unless told: 2 where nothing else would do
 
 
 AUTOMATIC = "zb-auto"  # alone asks for costs and a memory limit
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe.orders),
     "1f1b": Schedule(one_f_one_b.one_f_one_b),
-    "interleaved": Schedule(interleaved.orders, stages_per_rank=2),
-    "bfs": Schedule(gpipe.orders, stages_per_rank=2),
+    "interleaved": Schedule(interleaved.orders),
+    "bfs": Schedule(gpipe.orders),
     "zb-h1": Schedule(one_f_one_b.zb_h1),
     "zb-h2": Schedule(one_f_one_b.zb_h2),
     "zb-v": Schedule(zb_v.orders, v_placement, 2),

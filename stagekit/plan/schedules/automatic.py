@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from stagekit.errors import ScheduleError
 from stagekit.plan.actions import Op
-from stagekit.plan.schedules.list_scheduling import UNKNOWN, Costs, Run, Wakes
+from stagekit.plan.costs import Costs
+from stagekit.plan.schedules.list_scheduling import UNKNOWN, Run, Wakes
 from stagekit.plan.schedules.tables import Orders, stages_of
 
 _PATIENCE = (0.0, 0.3, 1.0)  # 0.8 added nothing over 40 random chains, 0.3 left out costs 0.4 %

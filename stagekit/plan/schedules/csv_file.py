@@ -5,11 +5,13 @@ The one place of stagekit.plan that reads a file. Transfers in it are dropped fo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from stagekit.errors import ScheduleError
 from stagekit.plan.actions import COMPUTE, Action, from_csv
+from stagekit.plan.grid import grid
 
 
 def load(path: str) -> tuple[tuple[Action, ...], ...]:
@@ -33,18 +35,13 @@ def compute_only(lists: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...],
 
 
 def table_of(lists: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """Return the rank of each stage, by where its forwards are. Raises ScheduleError for a stage on no or two ranks."""
-    found: dict[int, int] = {}
-    for rank, row in enumerate(lists):
-        for action in row:
-            if action.op in COMPUTE and found.setdefault(action.stage, rank) != rank:
-                raise ScheduleError(
-                    f"{action} is on rank {rank}, but stage {action.stage} began on rank {found[action.stage]}"
-                )
-    missing = [stage for stage in range(max(found, default=-1) + 1) if stage not in found]
-    if missing:
-        raise ScheduleError(f"stage {missing[0]} has no action, but stage {max(found)} has; stages count from 0")
-    return tuple(found[stage] for stage in sorted(found))
+    """Return the rank of each stage: where most of its actions are. Raises ScheduleError for a gap in the stages."""
+    counts = Counter((action.stage, rank) for rank, row in enumerate(lists) for action in row if action.op in COMPUTE)
+    stages = sorted({stage for stage, _ in counts})
+    missing = next((number for number, stage in enumerate(stages) if stage != number), None)
+    if missing is not None or not stages:
+        raise ScheduleError(f"stage {missing or 0} has no action, but stages count from 0\n{grid(lists)}")
+    return tuple(max(range(len(lists)), key=lambda rank, s=stage: counts[s, rank]) for stage in stages)  # type: ignore[misc]
 
 
 def num_chunks_of(lists: Sequence[Sequence[Action]]) -> int:

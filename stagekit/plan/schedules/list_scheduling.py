@@ -9,30 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from stagekit.plan.actions import Action, Op
+from stagekit.plan.costs import Costs
 from stagekit.plan.schedules.tables import Orders, stages_of
 
 UNKNOWN = float("inf")
 Wakes = list[tuple[float, int]]  # (time, rank) when a rank should decide again
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Time of each stage's actions and of a hop, in one unit; `kept` is the share of an activation held from I to W."""
-
-    forward: tuple[float, ...]
-    input_grad: tuple[float, ...]
-    weight_grad: tuple[float, ...]
-    hop: float = 0.0
-    kept: float = 1.0
-
-    @classmethod
-    def unit(cls, num_stages: int) -> Costs:
-        """Return costs of 1 for everything but hops."""
-        return cls((1.0,) * num_stages, (1.0,) * num_stages, (1.0,) * num_stages)
 
 
 class Rank:

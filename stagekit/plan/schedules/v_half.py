@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stagekit.plan.actions import Op
-from stagekit.plan.schedules.list_scheduling import UNKNOWN, Costs, Run, Wakes
+from stagekit.plan.costs import Costs
+from stagekit.plan.schedules.list_scheduling import UNKNOWN, Run, Wakes
 from stagekit.plan.schedules.tables import Orders, v_pairs
 
 _PERIOD = 6  # F, I and W of two stages, of one unit each
