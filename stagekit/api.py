@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stagekit.arguments import bucket_rule, check_counts_and_kinds, check_model
+from stagekit.arguments import (
+    bucket_rule,
+    check_counts_and_kinds,
+    check_model,
+    check_options,
+    check_outputs,
+    check_specs,
+)
 from stagekit.errors import UserError
 from stagekit.graph.capture.capture import Captured, capture
 from stagekit.graph.compile.compilers import resolve
@@ -199,6 +206,8 @@ def pipeline(
         loss_fn=loss_fn,
         split=split,
     )
+    check_options(recompute=recompute, loss_weight=loss_weight, init=init, weights=weights, device=device)
+    check_specs(args_spec, kwargs_spec, output_spec)
     check_counts(stages, stages_per_rank, replicas)
     bucket_rule(buckets)
     captured = capture_model(
@@ -282,6 +291,7 @@ def plan_pipeline(
     measured: bool = True,
 ) -> Pipeline:
     """Second half of `pipeline`: cut and schedule. `at_nodes` repeats the cut of a published plan, without measuring."""
+    check_outputs(captured)
     usage = Usage(schedule, chunks, stages_per_rank, recompute)
     cut = captured.cut(split, stages, buckets=bucket_rule(buckets), at_nodes=at_nodes, measured=measured, usage=usage)
     plan = make_plan(

@@ -5,14 +5,21 @@ Only kinds and ranges; whether they fit the model is said by the rooms that use 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from stagekit.errors import UserError
+from stagekit.errors import SplitError, UserError
 from stagekit.graph.buckets.rule import BucketRule
+from stagekit.graph.capture.capture import Captured
+from stagekit.graph.capture.specs import Replicate, Split
+from stagekit.graph.values.build import INITS
 from stagekit.plan.split import Balanced, parse_bytes
+from stagekit.run.merge import Cat, Mean, Stack, Sum
 
 _COUNTS = ("stages", "chunks", "stages_per_rank", "replicas")
 
@@ -59,6 +66,59 @@ def check_counts_and_kinds(**given: Any) -> None:
         )
 
 
+def check_options(*, recompute: Any, loss_weight: Any, init: Any, weights: Any, device: Any) -> None:
+    """Raise UserError naming the first of these that is of the wrong kind."""
+    if not isinstance(recompute, bool):
+        raise UserError(f"recompute is {recompute!r}; give True or False")
+    if not (loss_weight is None or callable(loss_weight)):
+        raise UserError(f"loss_weight is {loss_weight!r}; give a function (target) -> number, or None for rows")
+    if not isinstance(init, str) or init not in ("", *INITS):
+        raise UserError(f"init is {init!r}; give {' or '.join(map(repr, INITS))}, or leave it out")
+    if not (weights is None or isinstance(weights, str | Path)):
+        raise UserError(f"weights is {weights!r}; give a path: safetensors, a folder, a checkpoint")
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f'device is {device!r}; give the kind that the stages will run on: "cpu" or "cuda"') from error
+
+
+def check_specs(args_spec: Any, kwargs_spec: Any, output_spec: Any) -> None:
+    """Raise UserError for a spec of another kind than `Split(dim)`, `Replicate()`, `Cat(dim)` and their relatives."""
+    if not (args_spec is None or (isinstance(args_spec, Sequence | Mapping) and not isinstance(args_spec, str))):
+        raise UserError(
+            f"args_spec is {args_spec!r}; give one spec per positional argument as a list: [Split(0), None]"
+        )
+    if not (kwargs_spec is None or isinstance(kwargs_spec, Mapping)):
+        raise UserError(f"kwargs_spec is {kwargs_spec!r}; give specs by keyword: {{'mask': Replicate()}}")
+    positional = args_spec.items() if isinstance(args_spec, Mapping) else enumerate(args_spec or ())
+    said = [*((f"args_spec[{key!r}]", spec) for key, spec in positional)]
+    said += [(f"kwargs_spec[{key!r}]", spec) for key, spec in (kwargs_spec or {}).items()]
+    for name, spec in said:
+        if not (spec is None or isinstance(spec, Split | Replicate)):
+            raise UserError(f"{name} is {_shown(spec)}; give Split(dim), Replicate() or None, which infers it")
+    for name, spec in [*said, *(("output_spec", leaf) for leaf in tree_leaves(output_spec))]:
+        if isinstance(spec, type) and spec in (Cat, Stack, Sum, Mean):
+            raise UserError(f"{name} holds the class {spec.__name__}; make one of it: {spec.__name__}()")
+        dim = getattr(spec, "dim", 0) if isinstance(spec, Split | Cat) else 0
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise UserError(f"{name} is {spec!r}; dim is the number of a dimension, 0 for the first")
+
+
+def _shown(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+
+
+def check_outputs(captured: Captured) -> None:
+    """Raise UserError for a model that returns no tensor: there is no loss of that, and nothing to cut."""
+    output = next(node for node in captured.graph.nodes if node.op == "output")
+    if not any(isinstance(node.meta.get("val"), Tensor) for node in output.all_input_nodes):
+        leaves = ", ".join(sorted({type(leaf).__name__ for leaf in tree_leaves(output.args)})) or "nothing"
+        raise UserError(
+            f"the model returns no tensor ({leaves}); return the tensors that loss_fn(output, target) takes, alone or in a "
+            "tuple, dict or dataclass"
+        )
+
+
 def bucket_rule(buckets: Any) -> BucketRule | None:
     """Return the rule that {"cap": 25 << 20, "first": "1MiB"} stands for; None, or a cap of 0: one bucket per stage."""
     if buckets is None:
@@ -71,7 +131,10 @@ def bucket_rule(buckets: Any) -> BucketRule | None:
 
 def _bytes(name: str, value: Any) -> int:
     if isinstance(value, str):
-        return parse_bytes(value)
+        try:
+            return parse_bytes(value)
+        except SplitError as error:
+            raise UserError(f"buckets: {name}: {error}") from None
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value or 0
     raise UserError(f'buckets: {name} is {value!r}; give bytes as a whole number, or a size such as "25MiB"')

@@ -13,6 +13,19 @@ from stagekit.arguments import bucket_rule
 from stagekit.errors import StagekitError, UserError
 from stagekit.graph.buckets.rule import BucketRule
 
+
+class Returns(nn.Module):
+    """Trains a layer and returns something else."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.layer, self.output = nn.Linear(4, 4), output
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.layer(x)
+        return self.output
+
+
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "stages as text": ({"stages": "2"}, "stages is '2'; give a whole number"),
     "half a chunk": ({"chunks": 1.5}, r"chunks is 1\.5; give a whole number"),
@@ -25,6 +38,26 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a misspelt bucket": ({"buckets": {"caps": 100}}, "buckets is .*'caps'.*; give"),
     "a bucket without a cap": ({"buckets": {"first": 100}}, "buckets is .*; give"),
     "half a byte": ({"buckets": {"cap": 100.5}}, r"buckets: cap is 100\.5; give bytes"),
+    "no size of a bucket": ({"buckets": {"cap": "lots"}}, "buckets: cap: 'lots' is no size"),
+    "a spec by letter": ({"args_spec": ["x"]}, r"args_spec\[0\] is 'x'; give Split\(dim\), Replicate\(\) or None"),
+    "a spec as text": ({"args_spec": "x"}, "args_spec is 'x'; give one spec per positional argument"),
+    "a class for a spec": ({"args_spec": [stagekit.Split]}, r"args_spec\[0\] is the class Split; give Split\(dim\)"),
+    "a dim by letter": ({"args_spec": [stagekit.Split("x")]}, r"args_spec\[0\] is Split\(dim='x'\); dim is the number"),
+    "keyword specs as a list": ({"kwargs_spec": ["x"]}, r"kwargs_spec is \['x'\]; give specs by keyword"),
+    "a keyword spec by letter": ({"kwargs_spec": {"x": 1}}, r"kwargs_spec\['x'\] is 1; give Split"),
+    "a class for a rule": ({"output_spec": stagekit.Cat}, r"output_spec holds the class Cat; make one of it: Cat\(\)"),
+    "recompute in words": ({"recompute": "yes"}, "recompute is 'yes'; give True or False"),
+    "a weight as a number": ({"loss_weight": 3}, "loss_weight is 3; give a function"),
+    "an unknown init": ({"init": "zeros"}, "init is 'zeros'; give 'stream' or 'per_op'"),
+    "weights by number": ({"weights": 3}, "weights is 3; give a path"),
+    "an unknown device": ({"device": "gpu"}, "device is 'gpu'; give the kind"),
+    "no output": (
+        {"model": Returns(None)},
+        r"the model returns no tensor \(NoneType\); return the tensors that loss_fn",
+    ),
+    "outputs without a tensor": ({"model": Returns({"a": 3})}, r"the model returns no tensor \(int\)"),
+    "an empty output": ({"model": Returns(()), "stages": 1}, r"the model returns no tensor \(nothing\)"),
+    "a path twice": ({"split": ["1", "1"], "stages": 3}, "'1' is named twice"),
     "a bare tensor": ({"args": torch.ones(2, 4)}, r"args is a Tensor; give .* as a tuple: \(x,\)"),
     "keywords as a list": ({"kwargs": [1]}, "kwargs is a list; give .* as a dict"),
     "a name": ({"model": "gpt2"}, "model is 'gpt2'; give an nn.Module"),
