@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from stagekit.errors import ScheduleError
 
@@ -37,8 +37,7 @@ RECVS = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_X})
 MATCHING_SEND = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B, Op.RECV_X: Op.SEND_X}
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One entry of a rank's list; `peer` is the stage at the other end of a transfer, None for compute."""
 
     op: Op
