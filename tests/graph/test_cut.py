@@ -103,3 +103,25 @@ def test_every_policy_measures_what_the_plan_predicts_with(split: str) -> None:
 
 def test_costs_are_not_measured_when_nobody_asks() -> None:
     assert [stage.forward_s for stage in captured().cut("layers", 2, measured=False).spec.stages] == [0.0, 0.0]
+
+
+class InRegions(nn.Module):
+    """Regions inside each other, between layers that a cut may fall into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.layers[1](x)
+            with torch.no_grad():
+                scale = self.layers[2](x)
+            x = x * scale
+        return self.layers[3](x.float())
+
+
+def test_cutting_a_model_with_regions_leaves_none_of_them_on() -> None:
+    capture(InRegions, (torch.randn(2, 4),), seed=1).cut("layers", 2, measured=False)
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
 from stagekit.graph.passes.aliasing import storage_number
+from stagekit.graph.passes.regions import closes_region, opens_region
 
 
 @contextlib.contextmanager
@@ -71,6 +72,9 @@ def propagate(graph: fx.Graph, fakes: Mapping[str, Any], mode: FakeTensorMode) -
 
 def _describe(node: fx.Node, value: Any) -> None:
     """Compute the meta "val" of a node with symbolic sizes, unless it describes `value` already."""
+    if opens_region(node) or closes_region(node):  # running it once more would leave the region open
+        node.meta["val"] = value
+        return
     if "val" in node.meta and _describes(node.meta["val"], value):
         return
     known = {operand: operand.meta["val"] for operand in node.all_input_nodes}
