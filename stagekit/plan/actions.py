@@ -66,6 +66,8 @@ def parse_action(text: str) -> Action:
     if not match:
         raise ScheduleError(f'"{text}" is no action; write e.g. 2F0, 0B3, 1SEND_F2, 0SEND_F2>3')
     op, stage = Op(match[2]), int(match[1])
+    if match[4] and op not in SENDS and op not in RECVS:
+        raise ScheduleError(f'"{text}" is no action: {op} has nothing at its other end; write {stage}{op}{match[3]}')
     return Action(op, stage, int(match[3]), int(match[4]) if match[4] else default_peer(op, stage))
 
 

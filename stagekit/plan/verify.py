@@ -62,6 +62,8 @@ def _index(lists: Lists, stage_ranks: Sequence[int], num_chunks: int) -> dict[Ac
             cell = (rank, position)
             if not 0 <= action.stage < len(stage_ranks):
                 raise refusal(lists, cell, f"{action}: there is no stage {action.stage}")
+            if action.peer is not None and action.op not in SENDS and action.op not in RECVS:
+                raise refusal(lists, cell, f"{action}: there is no stage at its other end")
             if action.op is Op.TIE_SUM:
                 continue  # named after a stage of its group, and on every rank of it
             if stage_ranks[action.stage] != rank:
