@@ -157,12 +157,22 @@ def test_what_a_graph_cannot_hold_is_refused_with_the_line(middle: Any, message:
         capture(Model(middle), (x_of(),), check=False)
 
 
+def size_as_tensor(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h.view(torch.div(h.size(0), 2, rounding_mode="trunc"), 2, 6).flatten(0, 1)  # type: ignore[call-overload, no-any-return]
+
+
+def converts_a_layer(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return model.first.to(torch.float64)(h.double()).float()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("middle", "attributes", "message"),
     [
         (packed, {"recurrent": nn.LSTM(6, 6, batch_first=True)}, r"pack_padded_sequence.*mask its outputs"),
         (averaged, {"norm": nn.BatchNorm1d(6, momentum=None)}, r"norm is a BatchNorm with momentum=None"),
         (counts_in_a_tensor, {"seen": torch.zeros(6)}, r"seen of Model is written.*register it as a buffer"),
+        (size_as_tensor, {}, rf"{LINE}, in forward.*torch\.div.*compute sizes with Python's //"),
+        (converts_a_layer, {}, rf"Linear\.to\(\) changes weights in forward {LINE}"),
         (assigns_data, {}, rf"\.data of a tensor is assigned in forward {LINE}, in assigns_data"),
     ],
 )
@@ -185,6 +195,20 @@ def test_state_outside_of_buffers_that_changes_the_output_is_found_in_a_second_c
 ) -> None:
     with pytest.raises(CaptureError, match=r"in a second call, output 0 differs.*state kept outside"):
         capture(Model(middle, **attributes), (x_of(),))
+
+
+def doubled_when_compiled(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if torch.compiler.is_compiling() else h
+
+
+def test_a_model_that_computes_something_else_when_compiled_is_told_where_it_asks() -> None:
+    with pytest.raises(CaptureError, match=rf"output 0 differs.*is_compiling\(\) {LINE}, in doubled_when_compiled"):
+        capture(Model(doubled_when_compiled), (x_of(),))
+
+
+def test_example_inputs_on_the_meta_device_are_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"args\[0\] is on the meta device.*torch\.zeros\(\(4, 6\)"):
+        capture(Model(lambda model, h, x: h), (torch.empty(4, 6, device="meta"),))
 
 
 def with_hook(kind: str) -> nn.Module:

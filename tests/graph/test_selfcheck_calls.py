@@ -51,6 +51,29 @@ def counted_in_a_dict(m: Any, x: Tensor) -> Tensor:
     return m.c(m.a(x) * (2 if m.counts["calls"] > 100 else 1))  # type: ignore[no-any-return]
 
 
+def at_the_fifth(m: Any, x: Tensor) -> Tensor:
+    m.n += 1
+    return m.c(m.a(x) * 2 if m.n == 5 else m.a(x))  # type: ignore[no-any-return]
+
+
+def in_the_fourth_dozen(m: Any, x: Tensor) -> Tensor:
+    m.n += 1
+    return m.c(m.a(x) * 2 if m.n // 12 == 3 else m.a(x))  # type: ignore[no-any-return]
+
+
+def down_to_seven(m: Any, x: Tensor) -> Tensor:
+    m.n -= 1
+    return m.c(m.a(x) * 2 if not m.n + 7 else m.a(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("run", "shown"), [(at_the_fifth, "n = 4"), (in_the_fourth_dozen, "n = 38"), (down_to_seven, "n = -6")]
+)
+def test_a_counter_that_decides_in_a_single_call_is_refused_with_the_value_that_shows_it(run: Any, shown: str) -> None:
+    with pytest.raises(CaptureError, match=rf"in a later call, with {shown} before it, output 0 differs.*as a buffer"):
+        capture(Model(run), (torch.randn(4, 6),))
+
+
 @pytest.mark.parametrize("run", [detached_after_the_first, every_tenth, warm_up, long_list, counted_in_a_dict])
 def test_a_counter_that_decides_in_a_later_call_is_refused(run: Any) -> None:
     with pytest.raises(CaptureError, match=r"register it as a buffer"):
@@ -61,6 +84,13 @@ def only_counts(m: Any, x: Tensor) -> Tensor:
     m.n += 1
     m.seen.append(m.n)
     m.counts["calls"] += 1
+    return m.c(m.a(x))  # type: ignore[no-any-return]
+
+
+def reports(m: Any, x: Tensor) -> Tensor:
+    m.n += 1
+    if m.n == 5 or m.n % 100 == 0 or m.n > 1000:
+        m.seen.append(m.n)
     return m.c(m.a(x))  # type: ignore[no-any-return]
 
 
@@ -78,7 +108,7 @@ def and_a_mask(m: Any, x: Tensor) -> Any:
     return m.c(m.a(x)), x > 0
 
 
-@pytest.mark.parametrize("run", [only_counts, noise_while_training, asks_for_gradients, and_a_mask])
+@pytest.mark.parametrize("run", [only_counts, reports, noise_while_training, asks_for_gradients, and_a_mask])
 def test_a_right_model_is_accepted(run: Any) -> None:
     assert capture(Model(run), (torch.randn(4, 6),)).self_check == "values"
 

@@ -74,6 +74,23 @@ def reassigned(model: Any, h: Tensor, x: Tensor) -> Tensor:
     return h + model.average
 
 
+def other_way_when_compiled(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    mask = None if torch.compiler.is_compiling() else torch.ones_like(h)
+    return h * mask[:, :]  # type: ignore[index]
+
+
+def converted_to_what_it_is(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    model.second = model.second.to(h.dtype)
+    return h.sin()
+
+
+def view_without_gradient(h: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        halves = after.view(-1, 2, 3)
+    after.mul_(2)
+    return after + h, halves
+
+
 def normed(kind: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return nn.Sequential(kind(nn.Linear(6, 6)), nn.Linear(6, 6))
 
@@ -98,6 +115,8 @@ def cases() -> Iterator[Any]:
     yield "layers kept at a rate of one", lambda: Model(always_kept)
     yield "a value that is only logged", lambda: Model(logged)
     yield "a buffer that is assigned anew", with_buffer
+    yield "another branch when compiled, which fails", lambda: Model(other_way_when_compiled)
+    yield "a layer converted to its own dtype", lambda: Model(converted_to_what_it_is)
     yield "a dataclass", lambda: Model(lambda a, b: Pair(a, {"b": b, "none": None, "word": "x"}), last=True)
     yield "a named tuple", lambda: Model(lambda a, b: Named(a, [b, {"twice": b}]), last=True)
     for kind in (new.weight_norm, old.weight_norm, new.spectral_norm, old.spectral_norm):
@@ -168,3 +187,45 @@ def test_a_view_taken_without_gradients_of_a_value_that_crosses_a_cut_trains_as_
     grads = run_local(pipe, x, target=torch.zeros(4)).grads
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad)
+
+
+def remembers_a_table(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    if not hasattr(model, "table"):
+        model.table = torch.arange(6.0)
+    return h + model.table
+
+
+def test_a_table_born_in_the_first_forward_of_a_constructed_model_is_made_in_every_chunk() -> None:
+    x, target = torch.randn(8, 6), torch.randn(8, 6)
+
+    def mean_square(output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target) ** 2).mean()
+
+    pipe = stagekit.pipeline(
+        lambda: Model(remembers_a_table),
+        args=(x[:4],),
+        loss_fn=mean_square,
+        stages=2,
+        split=["second"],
+        chunks=2,
+        seed=3,
+    )
+    torch.manual_seed(3)
+    expected = mean_square(Model(remembers_a_table)(x), target)
+    assert run_local(pipe, x, target=target).loss == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_a_view_taken_without_gradients_may_be_returned_though_its_memory_is_written_later() -> None:
+    x, target = torch.randn(8, 6), torch.randn(8, 6)
+    model = Model(view_without_gradient, last=True)
+
+    def first_only(output: Any, target: Tensor) -> Tensor:
+        return ((output[0] - target) ** 2).mean()
+
+    pipe = stagekit.pipeline(model, args=(x[:4],), loss_fn=first_only, stages=2, chunks=2)
+    expected = first_only(model(x), target)
+    expected.backward()
+    got = run_local(pipe, x, target=target)
+    assert got.loss == pytest.approx(float(expected.detach()), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got.grads[name], parameter.grad, rtol=1e-4, atol=1e-6)

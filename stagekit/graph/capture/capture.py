@@ -175,6 +175,7 @@ def capture(
     device_type = _supported(device)
     model = unwrapped(model)
     leaves, in_tree = flatten_named(args, kwargs or {}, args_spec, kwargs_spec)
+    _check_examples(leaves)
     split_dims = batch_dims(leaves)
     with torch.random.fork_rng(_generators(device_type), device_type=device_type if device_type != "cpu" else "cuda"):
         module, source = open_model(model, seed, start)
@@ -182,7 +183,15 @@ def capture(
         captured = _captured(exported, module, source, leaves, split_dims, in_tree, device_type, training)
         if not check:
             return captured
-        verdict = self_check(captured, model, leaves, seed)
+        try:
+            verdict = self_check(captured, model, leaves, seed)
+        except CaptureError as error:
+            if not exported.compiled_branch:
+                raise
+            raise CaptureError(
+                f"{error}; forward asks torch.compiler.is_compiling(){exported.compiled_branch}, and a capture hears yes: "
+                "let it compute the same either way"
+            ) from error
         symbols = captured.symbols.with_minimum(verdict.minimum)
         return dataclasses.replace(captured, self_check=verdict.kind, symbols=symbols)
 
@@ -198,6 +207,15 @@ def _supported(device: str) -> str:
     if device_type == "cuda" and not torch.backends.cuda.is_built():
         raise CaptureError("this PyTorch is built without CUDA and can't capture for it; install a CUDA build here")
     return device_type
+
+
+def _check_examples(leaves: Sequence[Leaf]) -> None:
+    for leaf in leaves:
+        if isinstance(leaf.value, Tensor) and leaf.value.is_meta:
+            raise CaptureError(
+                f"{leaf.name} is on the meta device, where it has no values to check the capture with; pass one chunk of "
+                f"real data on the CPU: torch.zeros({tuple(leaf.value.shape)}, dtype={leaf.value.dtype}) if zeros are legal"
+            )
 
 
 def _captured(
@@ -232,7 +250,8 @@ def _captured(
         for leaf, fake, split_dim in zip(leaves, in_order, split_dims, strict=True)
     )
     out_tree = exported.call_spec.out_spec
-    tensors = dict(named_tensors(skeleton))
+    begun = {name for name, _ in named_tensors(module)}  # the copy also holds what its forward made
+    tensors = {name: tensor for name, tensor in named_tensors(skeleton) if name in begun}
     lifted = {k: v for k, v in exported.constants.items() if isinstance(v, Tensor) and k not in tensors}
     return Captured(
         graph=graph,

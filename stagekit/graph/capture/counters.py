@@ -1,19 +1,21 @@
 """Numbers that forward brings forward in plain attributes of modules: `self.calls += 1`, a flag, a growing list.
 
 A capture burns in what they were. Those that only count are harmless; whether one decides anything shows when the model
-runs with another value of it. graph.capture.selfcheck asks.
+runs with another value of it: a far one, or one for which a comparison that forward makes (`self.calls == 5`) turns out
+otherwise. graph.capture.selfcheck asks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 Attributes = dict[tuple[str, str], Any]  # values by module path and attribute name
 
+_MOST = 16  # values tried per attribute
 _FAR = 720720 * 1000  # divisible by every number up to 16 and by 1000, beyond any warm-up
 
 
@@ -63,3 +65,105 @@ def _other(before: Any, after: Any, ahead: int) -> Any:
             for key, value in after.items()
         }
     return after
+
+
+def turning_points(before: Attributes, after: Attributes, run: Callable[[Attributes], None]) -> Iterator[Attributes]:
+    """Yield values, ahead of `after`, of each counter for which a comparison of it turns out otherwise.
+
+    `run(values)` calls forward once with those attributes. Seen through +, -, *, // and % by whole numbers.
+    """
+    for key, value in after.items():
+        was = before.get(key)
+        if type(value) is not int or type(was) is not int or value == was:
+            continue
+        turns = _Turns(1 if value > was else -1)
+        run({key: _Counter(value, turns)})
+        for way in sorted(turns.ways, key=abs)[:_MOST]:
+            yield {key: value + way}
+
+
+class _Turns:
+    """By how much a counter must go on, in the direction in which it counts, for comparisons to turn out otherwise."""
+
+    def __init__(self, direction: int) -> None:
+        self.direction = direction
+        self.ways: set[int] = set()
+
+    def note(self, way: float, period: int) -> None:
+        way = way % (period * self.direction) if period else way
+        if way == int(way) and way * self.direction > 0:
+            self.ways.add(int(way))
+
+
+class _Counter(int):
+    """A number computed from a counter: the counter changes by `per` where it changes by 1, and by `period` where not."""
+
+    turns: _Turns
+    per: float
+    period: int
+
+    def __new__(cls, value: int, turns: _Turns, per: float = 1, period: int = 0) -> _Counter:
+        self = super().__new__(cls, value)
+        self.turns, self.per, self.period = turns, per, period
+        return self
+
+    def _then(self, value: Any, factor: float = 1, period: int = 0) -> Any:
+        if type(value) is not int:  # a float, a tensor, NotImplemented
+            return value
+        return _Counter(value, self.turns, self.per * factor, period or self.period)
+
+    def _compared(self, other: Any) -> None:
+        if isinstance(other, int | float):
+            for beside in (-1, 0, 1):
+                self.turns.note((other - int(self) + beside) * self.per, self.period)
+
+    def __add__(self, other: Any) -> Any:
+        return self._then(super().__add__(other))
+
+    def __radd__(self, other: Any) -> Any:
+        return self._then(super().__radd__(other))
+
+    def __sub__(self, other: Any) -> Any:
+        return self._then(super().__sub__(other))
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._then(super().__rsub__(other), -1)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._then(super().__mul__(other), 1 / other if isinstance(other, int) and other else 1)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self._then(super().__floordiv__(other), other if isinstance(other, int) else 1)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._then(super().__mod__(other), 1, abs(int(other * self.per)) if isinstance(other, int) else 0)
+
+    def __eq__(self, other: object) -> bool:
+        self._compared(other)
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        self._compared(other)
+        return super().__ne__(other)
+
+    def __lt__(self, other: int) -> bool:
+        self._compared(other)
+        return super().__lt__(other)
+
+    def __le__(self, other: int) -> bool:
+        self._compared(other)
+        return super().__le__(other)
+
+    def __gt__(self, other: int) -> bool:
+        self._compared(other)
+        return super().__gt__(other)
+
+    def __ge__(self, other: int) -> bool:
+        self._compared(other)
+        return super().__ge__(other)
+
+    def __bool__(self) -> bool:
+        self._compared(0)
+        return int(self) != 0
+
+    __hash__ = int.__hash__

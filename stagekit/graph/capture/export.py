@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from stagekit.graph.capture.draws import ConstantDraws
 from stagekit.graph.capture.functions import FunctionRecorder
 from stagekit.graph.capture.lines import is_torch_internal
 from stagekit.graph.capture.modes import NotedModes
-from stagekit.graph.capture.quirks import DataIsDetached, quiet, without_value_checks
+from stagekit.graph.capture.quirks import DataIsDetached, answering_compiling, modules_stay, quiet, without_value_checks
 from stagekit.graph.capture.refusals import check_module, is_about_values, refusal, watched
 from stagekit.graph.capture.specs import Leaf, example_rows, register_dataclasses, symbolic_dims
 
@@ -37,6 +38,7 @@ class Exported:
 
     `calls` are the calls of custom autograd.Functions, which the program holds by number. `guards` are the conditions
     over sizes that the model's own branches put (`if length % 2 == 0`): beyond them it is another model.
+    `compiled_branch`: the line where forward asked whether it is compiled and heard yes.
     """
 
     program: torch.export.ExportedProgram
@@ -44,6 +46,7 @@ class Exported:
     skeleton: nn.Module
     calls: tuple[Callable[..., Any], ...]
     guards: tuple[sympy.Basic, ...]
+    compiled_branch: str = ""
 
 
 def export_model(
@@ -61,9 +64,12 @@ def export_model(
     check_module(module)
     failure: Exception | None = None
     values_matter = False
-    for kept in ("all", "batch", "none"):
+    asked: list[str] = []
+    for kept, compiling in itertools.product(("all", "batch", "none"), (True, False)):
         if values_matter and kept == "batch":
             continue  # what looks at values may at most look at sizes made into tensors, which static ones settle
+        if not compiling and not asked:
+            continue  # the model has no other branch
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
         skeleton = skeleton_of(module, mode, device, training)
         try:
@@ -72,15 +78,18 @@ def export_model(
                 _fake_input(leaf.value, dim if dim in dims else None, mode, device)
                 for leaf, dim, dims in zip(leaves, split_dims, symbolic, strict=True)
             ]
-            program, calls = _exported(skeleton, values, in_tree, symbolic)
+            with answering_compiling(compiling, asked):
+                program, calls = _exported(skeleton, values, in_tree, symbolic)
         except CaptureError:
             raise
         except Exception as error:
-            failure = failure or error
+            told = failure is not None and (compiling or is_about_values(failure))
+            failure = failure if told else error  # of the branch that eager takes, where there are two
             values_matter = values_matter or is_about_values(error)
             continue
         fakes = _mode_of(program)
-        return Exported(program, fakes, skeleton, calls, _branches(fakes))
+        branch = asked[0] if asked and compiling else ""
+        return Exported(program, fakes, skeleton, calls, _branches(fakes), branch)
     assert failure is not None
     raise refusal(module, failure) from failure
 
@@ -115,6 +124,7 @@ def _exported(
         NotedModes(),
         without_value_checks(),
         quiet(),
+        modules_stay(),
         watched(),
         ConstantDraws(),
         DataIsDetached(),

@@ -39,6 +39,9 @@ _SELECTS = (
 )
 
 
+_TAKES_SIZES = re.compile(r"\.(view|reshape|expand|repeat|unflatten|as_strided|narrow|zeros|ones|empty|full|arange)\(")
+
+
 def unwrapped(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[], nn.Module]:
     """Return the model without the wrapper of torch.compile around it; stages are compiled by `compile=`."""
     if isinstance(model, nn.Module):
@@ -117,6 +120,11 @@ def refusal(module: nn.Module, error: BaseException) -> CaptureError:
         return CaptureError(
             f"{head}: {averages} is a BatchNorm with momentum=None, which reads the number of batches in Python; give it "
             "a momentum"
+        )
+    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) and _TAKES_SIZES.search(head):
+        return CaptureError(
+            f"{head}: a size may be a tensor there, as torch.div(size, 2) gives one; compute sizes with Python's +, -, *, //. "
+            f"Otherwise it {_BRANCH}"
         )
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
         return CaptureError(f"{head}: it {_BRANCH}")

@@ -9,6 +9,7 @@ autograd.Function is lost; values stay unchecked, and the plan says `self-check:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,13 +22,13 @@ from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
 from stagekit.graph.capture.copies import in_mode, skeleton_of, twin_of
-from stagekit.graph.capture.counters import other_values, plain_attributes, put
+from stagekit.graph.capture.counters import Attributes, other_values, plain_attributes, put, turning_points
 from stagekit.graph.capture.draws import ConstantDraws
 from stagekit.graph.capture.functions import FunctionRecorder
 from stagekit.graph.capture.lines import line_of_error
 from stagekit.graph.capture.quirks import without_value_checks
 from stagekit.graph.capture.specs import Leaf
-from stagekit.graph.passes.propagate import autograd_nodes, entered
+from stagekit.graph.passes.propagate import autograd_nodes, entered, takes_gradient
 from stagekit.graph.values.build import build_for_real, named_tensors
 from stagekit.plan.contract import Symbol
 
@@ -125,10 +126,24 @@ def _check_values(captured: Captured, reference: nn.Module, given: list[Any], se
     _check_call(captured, reference, twin, given, seed, "")
     before = plain_attributes(reference)
     _check_call(captured, reference, twin, given, seed + 1, "in a second call, ")
-    for values in other_values(before, plain_attributes(reference)):
+    after = plain_attributes(reference)
+    for values in turning_points(before, after, functools.partial(_tried, captured, reference, given)):
+        put(reference, values)
+        shown = ", ".join(f"{'.'.join(filter(None, key))} = {value}" for key, value in values.items())
+        _check_call(captured, reference, twin, given, seed + 2, f"in a later call, with {shown} before it, ")
+    for values in other_values(before, after):
         put(reference, values)
         names = ", ".join(".".join(filter(None, key)) for key in values)
-        _check_call(captured, reference, twin, given, seed + 2, f"once forward has changed {names} further, ")
+        _check_call(captured, reference, twin, given, seed + 3, f"once forward has changed {names} further, ")
+
+
+def _tried(captured: Captured, reference: nn.Module, given: list[Any], values: Attributes) -> None:
+    """Run the forward of a copy of `reference` with other attributes."""
+    copied = twin_of(reference)
+    put(copied, values)
+    args, kwargs = pytree.tree_unflatten([_copy_input(value, captured.device) for value in given], captured.in_tree)
+    with torch.no_grad(), contextlib.suppress(Exception):  # what it compares before it fails counts as well
+        copied(*args, **kwargs)
 
 
 def _check_call(
@@ -217,7 +232,7 @@ def run_flat(captured: Captured, tensors: dict[str, Tensor], leaves: list[Any]) 
 def _backward(outputs: list[Any]) -> None:
     """Backpropagate a fixed random cotangent over the float outputs that need one."""
     generator = torch.Generator().manual_seed(20)
-    reached = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    reached = [out for out in outputs if takes_gradient(out)]
     cotangents = [torch.randn(out.shape, generator=generator).to(out) for out in reached]
     if reached:
         torch.autograd.backward(reached, cotangents)

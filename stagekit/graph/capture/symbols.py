@@ -107,8 +107,8 @@ class SymbolTable:
         if unknown:
             raise CaptureError(
                 f"a size or number in the model depends on data{where}, not on the inputs' shapes: values read with "
-                ".item() or .tolist(), or a selection like x[x > 0]; a pipeline needs them before a chunk runs: keep values "
-                "in tensors, and pad or mask instead of selecting"
+                ".item() or .tolist(), a size from torch.div, or a selection like x[x > 0]; a pipeline needs them before a "
+                "chunk runs: keep values in tensors, compute sizes with Python's //, pad or mask instead of selecting"
             )
 
     def spec(self, tensor: Tensor, *, requires_grad: bool | None = None) -> TensorSpec:
