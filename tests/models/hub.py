@@ -1,5 +1,6 @@
 """Small configurations of the model classes that people bring from transformers, each with the inputs of one chunk.
 
+The one table of them: tests.support.hub writes directories of four, test_start_values builds those that are listed.
 Their own losses are inside (`labels`), so targets are a late keyword argument. `dropout` is the rate of every dropout.
 """
 
@@ -27,12 +28,22 @@ class HubModel:
     sizes: dict[str, Any]
     rates: tuple[str, ...] = ()
 
-    def build(self, dropout: float = 0.0) -> nn.Module:
-        """Return the model in training mode."""
+    def configuration(self, dropout: float = 0.0, **changes: Any) -> Any:
+        """Return a new configuration, which the model may change."""
         import transformers
 
-        config = getattr(transformers, self.config)(**self.sizes, **dict.fromkeys(self.rates, dropout))
-        model: nn.Module = getattr(transformers, self.model)(config)
+        return getattr(transformers, self.config)(**{**self.sizes, **dict.fromkeys(self.rates, dropout), **changes})
+
+    @property
+    def model_class(self) -> Any:
+        """The class in transformers."""
+        import transformers
+
+        return getattr(transformers, self.model)
+
+    def build(self, dropout: float = 0.0) -> nn.Module:
+        """Return the model in training mode."""
+        model: nn.Module = self.model_class(self.configuration(dropout))
         return model.train()
 
     def inputs(self) -> dict[str, Tensor]:

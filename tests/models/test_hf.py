@@ -16,7 +16,6 @@ from stagekit.load import load_program
 from tests.support import hub
 
 KINDS = ["gpt2", "llama", "bert", "t5"]
-NO_DROPOUT: dict[str, dict[str, Any]] = {"bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}}
 
 
 def _data(folder: Path, kind: str) -> str:
@@ -28,7 +27,7 @@ def _data(folder: Path, kind: str) -> str:
 
 
 def _program(folder: Path, kind: str, *, weights_seed: int | None = 5, **params: Any) -> Any:
-    hub.write_model(folder / "model", kind, weights_seed=weights_seed, **NO_DROPOUT.get(kind, {}))
+    hub.write_model(folder / "model", kind, weights_seed=weights_seed)
     given = {"data": _data(folder, kind), "sequence": 16, "batch": 8, **params}
     program = load_program(f"hf:{folder / 'model'}", given)
     program.chunks = 2

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tests.models.hub import by_name
+
 WORDS = [
     "the",
     "cat",
@@ -54,47 +56,10 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def config(kind: str, **changes: Any) -> Any:
-    """Return a tiny config of `kind`: gpt2, llama, bert or t5."""
-    import transformers
-
-    sizes = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
-    wide = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    wide["max_position_embeddings"] = 32
-    kinds = {
-        "gpt2": lambda: transformers.GPT2Config(
-            n_layer=2,
-            n_head=2,
-            n_embd=48,
-            n_positions=32,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-            **sizes,
-            **changes,
-        ),
-        "llama": lambda: transformers.LlamaConfig(**{**sizes, **wide, **changes}),
-        "bert": lambda: transformers.BertConfig(**{**sizes, **wide, **changes}),
-        "t5": lambda: transformers.T5Config(
-            d_model=48,
-            d_kv=24,
-            d_ff=64,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-            **sizes,
-            **changes,
-        ),
-    }
-    made = kinds[kind]()
-    made.architectures = [
-        {
-            "gpt2": "GPT2LMHeadModel",
-            "llama": "LlamaForCausalLM",
-            "bert": "BertForMaskedLM",
-            "t5": "T5ForConditionalGeneration",
-        }[kind]
-    ]
+    """Return a tiny config of `kind`, gpt2, llama, bert or t5, without dropout and for the tokenizer above."""
+    model = by_name(kind)
+    made = model.configuration(**{"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, **changes})
+    made.architectures = [model.model]
     return made
 
 
