@@ -2,7 +2,7 @@
 
 Each side runs whole training steps of the same stage modules on the same chunks; gradients are dropped before each
 step. `Bare` is the floor: a plain loop over the chunks with autograd, nothing sent. Decides nothing about what is
-measured; used by tests/bench/pipeline.py and tests/unit/run/test_calls.py.
+measured; used by tests/bench/pipeline.py and tests/integration/run/test_calls.py.
 """
 
 from __future__ import annotations
