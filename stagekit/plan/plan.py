@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagekit.errors import UserError
-from stagekit.plan.actions import to_csv
+from stagekit.plan.actions import Op, to_csv
 from stagekit.plan.contract import ModelSpec, StageSpec, TensorSpec
 from stagekit.plan.lowering import Lists, Routes, lower, receive_window, routes_of
 from stagekit.plan.schedules import compute_order, table_for
@@ -52,6 +52,11 @@ class Plan:
     def world_size(self) -> int:
         """Ranks of all replicas."""
         return self.num_ranks * self.replicas
+
+    @property
+    def halved(self) -> frozenset[int]:
+        """Stages whose backward is listed in two halves, I and W."""
+        return frozenset(action.stage for row in self.actions for action in row if action.op is Op.W)
 
     @property
     def fingerprint(self) -> str:

@@ -6,7 +6,7 @@ executor does). Called by stagekit.run.executor.
 
 Note [Calls]: a Python call costs 0.1-0.3 µs, under load more, and a tiny stage has little else to do. The bound
 functions therefore build tuples with `+=`, forget with `= ()` and write out the wait for a transfer.
-tests/unit/run/test_calls.py holds the count.
+tests/integration/run/test_calls.py holds the count.
 """
 
 from __future__ import annotations
