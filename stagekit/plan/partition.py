@@ -48,12 +48,14 @@ def partition(
     stages: int,
     *,
     speeds: Sequence[float] | None = None,
+    ranks: Sequence[int] | None = None,
     memory: Memory | None = None,
 ) -> Partition:
     """Cut `costs` into `stages` consecutive stages at positions out of `legal`, minimising the slowest rank.
 
     `crossing[i]` is charged to the two stages that a cut before node i parts. `legal` ascends within 1..len-1.
-    Stage s runs on rank s modulo len(`speeds`), one stage per rank by default; a rank of speed 2 takes half the time.
+    Stage s runs on rank `ranks[s]`, by default s modulo len(`speeds`); a rank of speed 2 takes half the time, and by default
+    each stage has a rank of its own.
     Raises SplitError with the numbers if there are fewer legal cuts than needed, or none that fits `memory`.
     """
     speeds = _checked(stages, legal, speeds)
@@ -63,7 +65,8 @@ def partition(
     opens = [prefix[p] - c for p, c in zip(bounds, charge, strict=True)]  # a stage [i, j) takes closes[j] - opens[i]
     closes = [prefix[p] + c for p, c in zip(bounds, charge, strict=True)]
     earliest = [memory.earliest(stage, bounds) for stage in range(stages)] if memory else None
-    search = Search(opens, closes, speeds, earliest)
+    ranks = ranks if ranks is not None else [stage % len(speeds) for stage in range(stages)]
+    search = Search(opens, closes, speeds, ranks, earliest)
     found = [refine(begins, search) for begins in _starts(search, stages)]
     if not found:
         assert memory is not None
@@ -100,8 +103,9 @@ def _starts(search: Search, stages: int) -> Iterator[list[int]]:
     skews = [[1.0] * loops]
     if loops > 1:
         skews += [[1.0 if loop % 2 == odd else share for loop in range(loops)] for odd in (0, 1) for share in _SHARES]
+    loop_of = [list(search.ranks[:s]).count(search.ranks[s]) for s in range(stages)]
     for skew in skews:
-        speeds = [search.speeds[s % len(search.speeds)] * skew[s // len(search.speeds)] for s in range(stages)]
+        speeds = [search.speeds[search.ranks[s]] * skew[loop_of[s]] for s in range(stages)]
         begins = _solve(search.opens, search.closes, speeds, search.earliest)
         if begins is not None:
             yield begins

@@ -16,18 +16,19 @@ _GAIN = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Stage [i, j) takes closes[j] - opens[i]; stage s runs on rank s modulo len(speeds); earliest[s][j] is its first i."""
+    """Stage [i, j) takes closes[j] - opens[i]; stage s runs on rank ranks[s]; earliest[s][j] is its first i."""
 
     opens: Sequence[float]
     closes: Sequence[float]
-    speeds: Sequence[float]
+    speeds: Sequence[float]  # per rank
+    ranks: Sequence[int]  # per stage
     earliest: Sequence[Sequence[int]] | None
 
     def loads(self, begins: Sequence[int]) -> list[float]:
         """Return the time of each rank."""
         loads = [0.0] * len(self.speeds)
         for stage in range(len(begins) - 1):
-            rank = stage % len(self.speeds)
+            rank = self.ranks[stage]
             loads[rank] += (self.closes[begins[stage + 1]] - self.opens[begins[stage]]) / self.speeds[rank]
         return loads
 
@@ -60,7 +61,7 @@ def _move(begins: list[int], cut: int, search: Search) -> bool:
     """Put one cut where it is best between its neighbours; tell whether it moved."""
     opens, closes, speeds = search.opens, search.closes, search.speeds
     first, last = begins[cut - 1], begins[cut + 1]
-    left, right = (cut - 1) % len(speeds), cut % len(speeds)
+    left, right = search.ranks[cut - 1], search.ranks[cut]
     loads = search.loads(begins)
     others = [load for rank, load in enumerate(loads) if rank not in (left, right)]
     slowest, squares = max(others, default=0.0), sum(load * load for load in others)

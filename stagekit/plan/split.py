@@ -12,6 +12,7 @@ from typing import Any
 
 from stagekit.errors import SplitError
 from stagekit.plan.memory import chunks_in_flight
+from stagekit.plan.schedules import table_for
 
 COSTS = ("measured", "flops", "bytes")
 _UNITS = {
@@ -70,6 +71,10 @@ class Usage:
     chunks: int = 1
     stages_per_rank: int = 1
     recompute: bool = False
+
+    def ranks(self, stages: int) -> tuple[int, ...]:
+        """Return the rank of each stage. Raises ScheduleError."""
+        return table_for(self.schedule, stages, stages // self.stages_per_rank)
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
         """Return how many chunks each stage holds at most. Raises ScheduleError."""

@@ -140,7 +140,7 @@ def test_the_plan_predicts_each_stage_at_the_speed_of_its_rank() -> None:
     choice = choose(captured, layout, wish, 2, None, measured=True)
     assert "on flops, speeds 2, 0.5" in choice.report
     plain = {node: Cost(1.0, 3.0) for node in choice.costs}
-    told = at_speeds(layout, replace(choice, costs=plain), (2.0, 0.5))
+    told = at_speeds(layout, replace(choice, costs=plain), [2.0, 0.5])
     first = {node.name for node in layout.nodes[: choice.begins[1]]}
     assert {(name in first, cost.forward_s, cost.backward_s) for name, cost in told.items()} == {
         (True, 0.5, 1.5),

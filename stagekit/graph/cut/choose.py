@@ -53,16 +53,17 @@ def choose(
     if measured and not choice.costs:
         choice = replace(choice, costs=_costs(captured, layout, "measured"))
     if isinstance(split, Balanced) and split.speeds:
-        choice = replace(choice, costs=at_speeds(layout, choice, split.speeds))
+        ranks = (usage or Usage()).ranks(stages)
+        choice = replace(choice, costs=at_speeds(layout, choice, [split.speeds[rank] for rank in ranks]))
     return choice
 
 
 def at_speeds(layout: Layout, choice: Choice, speeds: Sequence[float]) -> dict[str, Cost]:
-    """Return what nodes cost on the ranks that run them, for the plan's predictions."""
+    """Return what nodes cost on the ranks that run them, for the plan's predictions; `speeds` are per stage."""
     costs = {}
     for i, node in enumerate(layout.nodes):
         if node.name in choice.costs:
-            cost, speed = choice.costs[node.name], speeds[(bisect_right(choice.begins, i) - 1) % len(speeds)]
+            cost, speed = choice.costs[node.name], speeds[bisect_right(choice.begins, i) - 1]
             costs[node.name] = replace(cost, forward_s=cost.forward_s / speed, backward_s=cost.backward_s / speed)
     return costs
 
@@ -98,7 +99,8 @@ def _balanced(captured: Captured, layout: Layout, wish: Balanced, stages: int, u
     speeds = wish.speeds or (1.0,) * (stages // usage.stages_per_rank)
 
     def solve(memory: Memory | None) -> Partition:
-        return partition(seconds, layout.crossing_s(captured), legal, stages, speeds=speeds, memory=memory)
+        crossing, ranks = layout.crossing_s(captured), usage.ranks(stages)
+        return partition(seconds, crossing, legal, stages, speeds=speeds, ranks=ranks, memory=memory)
 
     report = f"balanced on {'measured costs' if wish.costs == 'measured' else wish.costs}"
     report += ", at blocks" if wish.block_boundaries else ""

@@ -99,6 +99,17 @@ def test_speeds_and_a_memory_cap_are_solved_exactly(seed: int) -> None:
     assert found.lower_bound <= found.slowest + 1e-9
 
 
+@pytest.mark.parametrize("ranks", [[0, 1, 0, 1], [0, 1, 1, 0]])
+def test_the_stages_of_a_rank_add_up_wherever_the_schedule_puts_them(ranks):
+    costs = [1.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    found = partition(costs, [0.0] * 8, list(range(1, 8)), 4, speeds=[1.0, 1.0], ranks=ranks)
+    loads = [0.0, 0.0]
+    for stage, (begin, end) in enumerate(itertools.pairwise([*found.begins, 8])):
+        loads[ranks[stage]] += sum(costs[begin:end])
+    assert loads == [6.0, 6.0]
+    assert found.slowest == 6.0
+
+
 def test_the_error_of_an_impossible_cap_names_the_stage_and_both_numbers() -> None:
     gib = 1 << 30
     memory = Memory(tuple(Held((i,), gib * size) for i, size in enumerate((1, 5, 1, 1))), (2, 1), 4 * gib)
