@@ -212,8 +212,10 @@ def _check_tie_sums(
     }
     for position, action in enumerate(row):
         if action.op is Op.TIE_SUM:
+            if action in row[:position]:
+                raise refusal(lists, (rank, position), f"{action}: listed twice, first at step {row.index(action)}")
             if action not in wanted:
-                raise refusal(lists, (rank, position), f"{action}: there is no such sum left on this rank")
+                raise refusal(lists, (rank, position), f"{action}: there is no such sum on this rank")
             step = max(last[stage] for stage in wanted.pop(action))
             if position < step:
                 raise refusal(lists, (rank, position), f"{action} comes before {row[step]}, whose gradient it sums")
