@@ -41,6 +41,15 @@ class Symbol:
 
 
 @dataclass(frozen=True, slots=True)
+class FixedSize:
+    """Why dimension `dim` of graph input `graph_input` is the example's for every chunk, with the line, for people."""
+
+    graph_input: int
+    dim: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class GraphInput:
     """One leaf of (args, kwargs), in pytree order.
 
@@ -155,4 +164,5 @@ class ModelSpec:
     self_check: str  # "values", "structural" or "none (reason)"
     split_report: str  # how the cut was chosen and its gap to the lower bound, for people
     guards: tuple[str, ...] = ()  # conditions over symbols that hold for the capture; another size is another model
+    fixed: tuple[FixedSize, ...] = ()  # sizes that one would expect to differ between chunks
     start_values: str = ""  # how each stage's values are made and what that costs, for people

@@ -76,7 +76,7 @@ def _check_guards(spec: ModelSpec, values: dict[str, int]) -> None:
 
 def check_fixed_shapes(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[int]) -> None:
     """Raise ShapeError for an input whose fixed dimensions or dtype differ from the capture's."""
-    for declared, leaf in zip(spec.inputs, leaves, strict=True):
+    for index, (declared, leaf) in enumerate(zip(spec.inputs, leaves, strict=True)):
         if not isinstance(leaf, Tensor) or declared.tensor is None:
             continue
         want = declared.tensor
@@ -90,8 +90,9 @@ def check_fixed_shapes(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[i
             here = {leaf.shape[dim]} if dim != declared.split_dim else set(sizes)
             if isinstance(size, int) and here != {size}:
                 what = "chunks of" if dim == declared.split_dim else "size"
+                why = next((f" ({f.reason})" for f in spec.fixed if (f.graph_input, f.dim) == (index, dim)), "")
                 raise ShapeError(
-                    f"{declared.name}, dimension {dim}: {what} {sorted(here)}, but the model was captured with {size}; "
+                    f"{declared.name}, dimension {dim}: {what} {sorted(here)}, but the model was captured with {size}{why}; "
                     "capture it with the sizes that you train with"
                 )
 

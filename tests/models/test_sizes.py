@@ -1,11 +1,15 @@
 """Sizes that export never looks at, orders that Python does not care about, and dropout that was compiled."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import stagekit
 from stagekit.errors import ShapeError, StagekitError, UserError
+from stagekit.graph.capture.capture import capture
 from stagekit.run.local import LocalRun
 from stagekit.testing import InProcessTransport, Mailbox, run_local
 
@@ -213,3 +217,54 @@ def test_a_loss_that_nothing_can_be_learned_from_is_refused(loss, words):
     )
     with pytest.raises(StagekitError, match=words):
         run_local(pipe, torch.randn(8, 4), target=torch.randn(8, 4))
+
+
+class Computes(nn.Module):
+    """Makes a number of the batch's size with the function that a test gives."""
+
+    def __init__(self, middle: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.middle = nn.Linear(6, 6), nn.Linear(6, 6), middle
+
+    def forward(self, x: Tensor, **extra: Any) -> Tensor:
+        return self.second(self.middle(self.first(x), **extra))  # type: ignore[no-any-return]
+
+
+def by_root(h: Tensor) -> Tensor:
+    return h / math.sqrt(h.shape[0])
+
+
+def by_float(h: Tensor) -> Tensor:
+    return h * float(h.shape[0])
+
+
+def by_linspace(h: Tensor) -> Tensor:
+    return h * torch.linspace(0, 1, h.shape[0])[:, None]
+
+
+def by_type(h: Tensor) -> Tensor:
+    if type(h.shape[0]) is not int:
+        raise TypeError("rows are no int")
+    return h * h.shape[0]
+
+
+@pytest.mark.parametrize("middle", [by_root, by_float, by_linspace, by_type])
+def test_a_size_that_becomes_a_number_is_told_with_the_line_when_a_step_brings_another(middle: Any) -> None:
+    pipe = stagekit.pipeline(Computes(middle), args=(torch.randn(4, 6),), loss_fn=mean_square, stages=2, chunks=2)
+    (fixed,) = pipe.plan.model.fixed
+    assert (fixed.graph_input, fixed.dim) == (0, 0)
+    with pytest.raises(
+        ShapeError, match=rf'captured with 4 \(forward .*at "{__file__}", line \d+, in {middle.__name__}'
+    ):
+        run_local(pipe, torch.randn(12, 6), target=torch.randn(12, 6))
+
+
+def number_of_a_keyword(h: Tensor, given: dict[str, Tensor]) -> Tensor:
+    return h + math.sqrt(given["of"].shape[0])
+
+
+def test_the_size_of_a_nested_keyword_is_told_too() -> None:
+    captured = capture(Computes(number_of_a_keyword), (torch.randn(4, 6),), {"given": {"of": torch.zeros(3).long()}})
+    (fixed,) = captured.fixed
+    assert captured.inputs[fixed.graph_input].name == "kwargs['given']['of']"
+    assert "number_of_a_keyword" in fixed.reason

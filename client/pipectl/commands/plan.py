@@ -39,4 +39,7 @@ def plan(spec: str, sets: tuple[str, ...], as_json: bool, traceback: bool) -> No
     click.echo(
         f"\n{model['split_report']}\nstart values: {model['start_values']}\nself-check: {model['self_check']}; bit-equal: {document['plan']['bit_equal']}\n"
     )
+    for fixed in model["fixed"]:
+        name = model["inputs"][fixed["graph_input"]]["name"]
+        click.echo(f"{name}, dimension {fixed['dim']}: every chunk needs the example's size, because {fixed['reason']}")
     click.echo(document["picture"])

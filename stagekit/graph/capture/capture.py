@@ -32,7 +32,7 @@ from stagekit.graph.passes.aliasing import clone_written_inputs, functionalise, 
 from stagekit.graph.passes.normalise import drop_dead_code, normalise
 from stagekit.graph.passes.propagate import line_of, propagate
 from stagekit.graph.values.build import Start, ValueSource, named_tensors, open_model
-from stagekit.plan.contract import GraphInput
+from stagekit.plan.contract import FixedSize, GraphInput
 
 if TYPE_CHECKING:
     from stagekit.graph.buckets.rule import BucketRule
@@ -71,6 +71,7 @@ class Captured:
     inputs: tuple[GraphInput, ...]
     symbols: SymbolTable
     guards: tuple[str, ...]  # conditions over the symbols' names: the model's branches on sizes, numbers of pieces
+    fixed: tuple[FixedSize, ...]  # why sizes that one would expect to differ between chunks are the example's
     aliases: tuple[tuple[str, str], ...]
     tensors: Mapping[str, Tensor]  # fake parameters and buffers by name, also those that the graph does not use
     buffers: frozenset[str]
@@ -260,6 +261,7 @@ def _captured(
         inputs=inputs,
         symbols=table,
         guards=table.guards([*model.guards, *list_conditions(graph)]),
+        fixed=model.fixed,
         aliases=aliases,
         tensors=tensors,
         buffers=frozenset(name for name, _ in skeleton.named_buffers(remove_duplicate=False)),

@@ -18,18 +18,21 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
 from stagekit.graph.capture.copies import skeleton_of
 from stagekit.graph.capture.draws import ConstantDraws
+from stagekit.graph.capture.fixed import NotedSizes, fixed_sizes
 from stagekit.graph.capture.functions import FunctionRecorder
 from stagekit.graph.capture.lines import is_torch_internal
 from stagekit.graph.capture.modes import NotedModes
 from stagekit.graph.capture.quirks import DataIsDetached, answering_compiling, modules_stay, quiet, without_value_checks
 from stagekit.graph.capture.refusals import check_module, is_about_values, refusal, watched
 from stagekit.graph.capture.specs import Leaf, example_rows, register_dataclasses, symbolic_dims
+from stagekit.plan.contract import FixedSize
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Exported:
 
     `calls` are the calls of custom autograd.Functions, which the program holds by number. `guards` are the conditions
     over sizes that the model's own branches put (`if length % 2 == 0`): beyond them it is another model.
-    `compiled_branch`: the line where forward asked whether it is compiled and heard yes.
+    `compiled_branch`: the line where forward asked whether it is compiled and heard yes. `fixed`: why a size that should be
+    symbolic is not.
     """
 
     program: torch.export.ExportedProgram
@@ -47,6 +51,7 @@ class Exported:
     calls: tuple[Callable[..., Any], ...]
     guards: tuple[sympy.Basic, ...]
     compiled_branch: str = ""
+    fixed: tuple[FixedSize, ...] = ()
 
 
 def export_model(
@@ -78,7 +83,7 @@ def export_model(
                 _fake_input(leaf.value, dim if dim in dims else None, mode, device)
                 for leaf, dim, dims in zip(leaves, split_dims, symbolic, strict=True)
             ]
-            with answering_compiling(compiling, asked):
+            with answering_compiling(compiling, asked), NotedSizes() as noted:
                 program, calls = _exported(skeleton, values, in_tree, symbolic)
         except CaptureError:
             raise
@@ -89,7 +94,9 @@ def export_model(
             continue
         fakes = _mode_of(program)
         branch = asked[0] if asked and compiling else ""
-        return Exported(program, fakes, skeleton, calls, _branches(fakes), branch)
+        wanted = _symbolic(leaves, split_dims, "all")
+        fixed = fixed_sizes(skeleton, leaves, wanted, _given(program, len(leaves)), noted.lines, failure)
+        return Exported(program, fakes, skeleton, calls, _branches(fakes), branch, fixed)
     assert failure is not None
     raise refusal(module, failure) from failure
 
@@ -134,6 +141,13 @@ def _exported(
         warnings.filterwarnings("ignore", "The tensor attribute")
         program = torch.export.export(skeleton, fake_args, fake_kwargs, strict=False, dynamic_shapes=shapes)
     return program, tuple(functions.calls)
+
+
+def _given(exported: torch.export.ExportedProgram, count: int) -> list[Any]:
+    """Return the fake value of each user input, None where export left out a constant."""
+    held = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    return [held.get(name) for name in names][:count]
 
 
 def _mode_of(exported: torch.export.ExportedProgram) -> FakeTensorMode:

@@ -91,6 +91,7 @@ def cut(
         self_check=captured.self_check,
         split_report=choice.report,
         guards=captured.guards,
+        fixed=captured.fixed,
         start_values=captured.source.note,
     )
     return Cut(captured, spec, buckets, chain.stages, chain.edge_fakes)
