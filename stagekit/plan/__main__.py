@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     try:
+        if options.schedule and options.load:
+            raise ValueError("--schedule and --load: give one of them")
         trial = _load(options) if options.load else _generate(options)
     except _BadListsError as error:
         print(f"bad schedule: {error}", file=sys.stderr)
@@ -74,7 +76,12 @@ def _generate(options: argparse.Namespace) -> Trial:
 
 
 def _load(options: argparse.Namespace) -> Trial:
-    lists = csv_file.load(options.load)
+    if not Path(options.load).is_file():
+        raise ValueError(f"{options.load}: there is no such file")
+    try:
+        lists = csv_file.load(options.load)
+    except ScheduleError as error:
+        raise _BadListsError(str(error)) from error
     if options.ranks not in (None, len(lists)):
         raise ValueError(f"{options.load} has {len(lists)} ranks, but --ranks is {options.ranks}")
     try:
@@ -98,13 +105,16 @@ def _costs(options: argparse.Namespace, num_stages: int) -> Costs:
             raise ValueError(f"{flag} {text}: give one time, or one for each of the {num_stages} stages")
         return tuple(values * num_stages if len(values) == 1 else values)
 
+    kept = _numbers("--kept", options.kept)[0]
+    if kept > 1:
+        raise ValueError(f"--kept {options.kept}: a share, from 0 to 1")
     backward = per_stage("--backward", options.backward) if options.backward else ()
     return Costs(
         per_stage("--forward", options.forward),
         per_stage("--input-grad", options.input_grad),
         per_stage("--weight-grad", options.weight_grad),
         _numbers("--hop", options.hop)[0],
-        _numbers("--kept", options.kept)[0],
+        kept,
         backward,
     )
 
@@ -120,10 +130,10 @@ def _numbers(flag: str, text: str) -> list[float]:
 
 
 def _integers(flag: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{flag} {text}: give the rank of each stage with commas between, e.g. 0,1,1,0") from None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"{flag} {text}: give the rank of each stage with commas between, e.g. 0,1,1,0")
+    return [int(part) for part in parts]
 
 
 def _window(text: str | None) -> Window | str:
