@@ -38,7 +38,7 @@ def verify(
     that are not a valid schedule of `routes` or deadlock on `transport`; the error's `cycle` names who waits for whom.
     """
     cells = _index(lists, stage_ranks, num_chunks)
-    _check_compute(lists, cells, stage_ranks, num_chunks)
+    _check_compute(lists, cells, stage_ranks, num_chunks, routes)
     if transport is not Transport.IMPLICIT or any(action.peer is not None for action in cells):
         _check_transfers(lists, cells, stage_ranks, num_chunks, routes)
         _check_channel_order(lists, stage_ranks)
@@ -79,8 +79,11 @@ def _index(lists: Lists, stage_ranks: Sequence[int], num_chunks: int) -> dict[Ac
 _ONCE = frozenset({Op.SEND_X, Op.RECV_X, Op.REDUCE})
 
 
-def _check_compute(lists: Lists, cells: dict[Action, Cell], stage_ranks: Sequence[int], num_chunks: int) -> None:
-    trains = any(action.op in COMPUTE and action.op is not Op.F for action in cells)
+def _check_compute(
+    lists: Lists, cells: dict[Action, Cell], stage_ranks: Sequence[int], num_chunks: int, routes: Routes
+) -> None:
+    """Each stage runs each chunk once; lists may be forward only where no gradient has to return."""
+    trains = bool(routes.backward) or any(action.op in COMPUTE and action.op is not Op.F for action in cells)
     for stage, rank in enumerate(stage_ranks):
         for chunk in range(num_chunks):
             f, b, i, w = (cells.get(Action(op, stage, chunk)) for op in (Op.F, Op.B, Op.I, Op.W))

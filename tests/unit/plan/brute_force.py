@@ -46,7 +46,7 @@ def expected(stage_ranks, chunks, routes, *, trains, halved):
 def reasons(lists, stage_ranks, chunks, routes, transport):
     """Return all that is wrong: missing, twice, foreign, both, order, channel, deadlock. Empty: a good schedule."""
     found = set()
-    trains = any(a.op in (Op.B, Op.I, Op.W) for row in lists for a in row)
+    trains = bool(routes.backward) or any(a.op in (Op.B, Op.I, Op.W) for row in lists for a in row)
     have = {(a.op, a.stage, a.chunk) for row in lists for a in row}
     halved = {(s, c) for op, s, c in have if op in (Op.I, Op.W)}
     if any((Op.B, s, c) in have for s, c in halved):
@@ -74,8 +74,7 @@ def local_order_is_wrong(row, routes):
         at.setdefault((action.op, action.stage, action.chunk), position)
     last = defaultdict(int)
     for position, a in enumerate(row):
-        here = [at.get((op, a.stage, a.chunk)) for op in (Op.F, Op.I, Op.B, Op.W)]
-        f, i, b, w = (x if x is not None else None for x in here)
+        f, i, b = (at.get((op, a.stage, a.chunk)) for op in (Op.F, Op.I, Op.B))
         backward = i if i is not None else b
         before = {Op.B: f, Op.I: f, Op.SEND_F: f, Op.SEND_B: backward, Op.W: i if i is not None else f}.get(a.op)
         after = {Op.RECV_F: f, Op.RECV_B: backward}.get(a.op)
@@ -85,7 +84,6 @@ def local_order_is_wrong(row, routes):
             return True
         if a.op in (Op.B, Op.W, Op.REDUCE):
             last[a.stage] = position
-        del w
     for position, a in enumerate(row):
         if a.op is Op.REDUCE and position < last[a.stage]:
             return True

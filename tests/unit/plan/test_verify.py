@@ -262,6 +262,13 @@ def test_bare_compute_lists_are_verified_on_the_implicit_transport_only():
         verify(orders, (0, 1), 1, routes)
 
 
+def test_forward_only_lists_are_refused_where_gradients_have_to_return():
+    lists, stage_ranks, routes = lowered("forward", 2, 3)
+    verify(lists, stage_ranks, 3, routes)
+    with pytest.raises(ScheduleError, match=r"0B0 is missing \(or 0I0 and 0W0\)"):
+        verify(lists, stage_ranks, 3, Routes.chain(2))
+
+
 def test_lowering_refuses_what_is_no_compute_action():
     with pytest.raises(ScheduleError, match="lowering adds the transfers itself"):
         lower([[Action(Op.SEND_F, 0, 0, 1)]], (0,), Routes.chain(1))
