@@ -48,7 +48,7 @@ def verify(
     if stuck:
         loop = graph.cycle(stuck)
         names = [graph.name(node) for node in loop]
-        cell = graph.cells[next(node for node in sorted(stuck) if node < len(graph.cells))]
+        cell = graph.cells[next(node for node in (*loop, *sorted(stuck)) if node < len(graph.cells))]
         text = " waits for ".join([*names, names[0]])
         raise refusal(lists, cell, f"deadlock: {text}, on the {transport} transport", names)
     return tuple(graph.cells[node] for node in order if node < len(graph.cells))
