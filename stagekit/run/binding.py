@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stagekit.plan.actions import Op
-from stagekit.run.compute import bind_backward, bind_forward
+from stagekit.run.compute import bind_backward, bind_forward, bind_weights
 from stagekit.run.flight import Wiring
 from stagekit.run.transfers import bind_receive, bind_send_backward, bind_send_forward
 
@@ -26,8 +26,10 @@ def bind(wiring: Wiring, index: int) -> Callable[[], None]:
     match action.op:
         case Op.F:
             return bind_forward(wiring, index, stage, chunk)
-        case Op.B:
-            return bind_backward(wiring, index, stage, chunk)
+        case Op.B | Op.I:
+            return bind_backward(wiring, index, action.op, stage, chunk)
+        case Op.W:
+            return bind_weights(wiring, index, stage, chunk)
         case Op.REDUCE:
             return lambda: wiring.reductions.finish(stage)
         case Op.TIE_SUM:

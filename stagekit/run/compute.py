@@ -64,7 +64,7 @@ def bind_forward(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable
         if wiring.is_here(target)
     ]
     is_sent = bool(wiring.transfers(Op.SEND_F, stage, chunk))
-    released = wiring.held(stage, chunk) if wiring.find(Op.B, stage, chunk) is None else ()
+    released = wiring.held(stage, chunk) if wiring.gradient_maker(stage, chunk) is None else ()
 
     def forward() -> None:
         step = flight.step
@@ -125,14 +125,18 @@ def _bind_arguments(wiring: Wiring, stage: int, chunk: int) -> Callable[[], list
     return collect
 
 
-def bind_backward(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable[[], None]:
-    """Return B of one chunk."""
+def bind_backward(wiring: Wiring, index: int, op: Op, stage: int, chunk: int) -> Callable[[], None]:
+    """Return B of one chunk, or I: then W ends what both need and reduces."""
     flight, recorder, runner = wiring.flight, wiring.recorder, wiring.runners[stage]
     reductions, give = wiring.reductions, wiring.pool.give
     loss = wiring.loss if stage == wiring.placement.last_stage else None
     collect, deliver = _bind_gradients(wiring, stage, chunk), _bind_deliver(wiring, stage, chunk)
-    arms = chunk == max(a.chunk for a in recorder.actions if a.op is Op.B and a.stage == stage)
-    held = wiring.held(stage, chunk)
+    is_whole = op is Op.B
+    from_loss, from_gradients = (
+        (runner.backward_from, runner.backward) if is_whole else (runner.input_gradient_from, runner.input_gradient)
+    )
+    arms = is_whole and _is_last_backward(wiring, index)
+    held = wiring.held(stage, chunk) if is_whole else ()
     is_sent = bool(wiring.transfers(Op.SEND_B, stage, chunk))
 
     def backward() -> None:
@@ -144,9 +148,9 @@ def bind_backward(wiring: Wiring, index: int, stage: int, chunk: int) -> Callabl
         recorder.wait_ns[index] = begun - recorder.start_ns[index]
         recorder.start_ns[index] = begun
         if loss is not None:
-            returned = runner.backward_from(chunk, *loss.take(chunk))
+            returned = from_loss(chunk, *loss.take(chunk))
         else:
-            returned = runner.backward(chunk, gradients)
+            returned = from_gradients(chunk, gradients)
             del gradients
         if arms:
             reductions.launch_rest(stage)
@@ -160,6 +164,33 @@ def bind_backward(wiring: Wiring, index: int, stage: int, chunk: int) -> Callabl
             flight.received[receive] = ()
 
     return backward
+
+
+def bind_weights(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable[[], None]:
+    """Return W of one chunk: the weight gradients that its I left."""
+    flight, reductions, give = wiring.flight, wiring.reductions, wiring.pool.give
+    compute = wiring.runners[stage].weight_gradient
+    arms, held = _is_last_backward(wiring, index), wiring.held(stage, chunk)
+
+    def weights() -> None:
+        if arms:
+            reductions.arm(stage)
+        compute(chunk)
+        if arms:
+            reductions.launch_rest(stage)
+        for receive in held:
+            for _, buffer in flight.received[receive]:
+                give(buffer)
+            flight.received[receive] = ()
+
+    return weights
+
+
+def _is_last_backward(wiring: Wiring, index: int) -> bool:
+    """Say whether the gradients of the action's stage are complete once it ran."""
+    actions = wiring.recorder.actions
+    stage = actions[index].stage
+    return index == max(i for i, a in enumerate(actions) if a.stage == stage and a.op in (Op.B, Op.W))
 
 
 def _bind_gradients(wiring: Wiring, stage: int, chunk: int) -> Callable[[], list[Tensor | None]] | None:

@@ -28,7 +28,10 @@ from stagekit.run.transport import BufferPool, Transport
 __all__ = ["Executor", "Reductions", "Step"]
 
 # The transfers of a compute action and their place around it.
-_AROUND = {"F": {Op.RECV_F: 0, Op.F: 1, Op.SEND_F: 2}, "B": {Op.RECV_B: 0, Op.B: 1, Op.SEND_B: 2}}
+_AROUND = {
+    "F": {Op.RECV_F: 0, Op.F: 1, Op.SEND_F: 2},
+    "B": {Op.RECV_B: 0, Op.B: 1, Op.I: 1, Op.SEND_B: 2, Op.W: 3},
+}
 
 
 class Executor:
@@ -113,13 +116,13 @@ class Executor:
         action that is not in the list.
         """
         actions = self.recorder.actions
-        wanted = [i for i, a in enumerate(actions) if a.stage == stage and a.chunk == chunk and a.op.endswith(op)]
-        wanted = [i for i in wanted if actions[i].op in _AROUND[op]]
+        around = _AROUND[op]
+        wanted = [i for i, a in enumerate(actions) if a.stage == stage and a.chunk == chunk and a.op in around]
         if not wanted:
             raise UserError(f"rank {self._placement.rank} has no {stage}{op}{chunk}")
         if not self._performed:
             wanted = [i for i, a in enumerate(actions) if a.op in (Op.SEND_X, Op.RECV_X)] + wanted
-        for index in sorted(wanted, key=lambda i: _AROUND[op].get(actions[i].op, -1)):
+        for index in sorted(wanted, key=lambda i: around.get(actions[i].op, -1)):
             self.perform(index)
             self._performed += actions[index].op in COMPUTE
         if self._performed == self._num_compute:

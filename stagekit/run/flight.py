@@ -121,6 +121,11 @@ class Wiring:
         found = self._found.get((op, stage, chunk))
         return found[0][0] if found else None
 
+    def gradient_maker(self, stage: int, chunk: int) -> int | None:
+        """Return where the action is that makes the gradients of a chunk's inputs: B, or I where they come apart."""
+        whole = self.find(Op.B, stage, chunk)
+        return self.find(Op.I, stage, chunk) if whole is None else whole
+
     def transfers(self, op: Op, stage: int, chunk: int) -> list[tuple[int, int]]:
         """Return (index, peer stage) of a chunk's transfers of one kind, peers ascending."""
         return self._found.get((op, stage, chunk), [])
@@ -137,4 +142,4 @@ class Wiring:
         """Say whether a SEND_F's gradient returns: the chunk's backward reaps it then."""
         assert send.peer is not None
         returns = bool(self.placement.edges_between(send.stage, send.peer, gradients=True))
-        return returns and self.find(Op.B, send.stage, send.chunk) is not None
+        return returns and self.gradient_maker(send.stage, send.chunk) is not None

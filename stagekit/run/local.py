@@ -47,6 +47,7 @@ class LocalRun:
                 source.stage_module(spec.index, device=device),
                 edges,
                 recompute=plan.recompute and spec.index != last,
+                defer_weights=spec.index in plan.halved,
             )
             for spec in plan.model.stages
         }

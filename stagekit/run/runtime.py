@@ -125,6 +125,7 @@ class Run:
                 source.stage_module(stage, device=device),
                 edges,
                 recompute=plan.recompute and stage != last,  # the last stage's backward follows at once
+                defer_weights=stage in plan.halved,
             )
             for stage in self.placement.own_stages
         }
@@ -362,7 +363,7 @@ class Run:
                     flat[1 + action.chunk] = recorder.start_ns[index] - base
                 if action.stage == last:
                     flat[1 + chunks + action.chunk] = recorder.end_ns[index] - base
-            elif action.op is Op.B and action.stage == 0:
+            elif action.op in (Op.B, Op.I) and action.stage == 0:
                 flat[1 + 2 * chunks + action.chunk] = recorder.end_ns[index] - base
 
     # ---- gradients and state

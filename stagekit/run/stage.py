@@ -7,9 +7,9 @@ Called by the executor only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,43 @@ class StageModule(Protocol):
     def set_seed_base(self, base: int) -> None: ...
 
 
+class Deferred(Protocol):
+    """A weight of one chunk whose gradient can wait."""
+
+    edge: Any  # torch.autograd.graph.GradientEdge: a backward must name it as wanted
+    parameter: nn.Parameter
+
+    def accumulate(self) -> None:
+        """Add the gradient to the parameter's, once a backward through `edge` is over."""
+        ...
+
+
+@runtime_checkable
+class DefersWeights(Protocol):
+    """A stage's module that can tell input and weight gradients apart; any other computes both at once."""
+
+    def defer_weights(self) -> None: ...
+
+    def take_deferred(self) -> list[Deferred]: ...
+
+
 # What a chunk keeps between its forward and its backward: the arguments (received values as leaves), the outputs
-# (with their graph; none when recomputing), the seed base, and when recomputing the written states as its forward found
-# them. A tuple: a class costs a call per chunk.
-SavedChunk = tuple[list[Any], tuple[Tensor, ...] | None, int, tuple[Tensor, ...]]
+# (with their graph; none when recomputing), the seed base, when recomputing the written states as its forward found
+# them, and the weights whose gradient can wait. A tuple: a class costs a call per chunk.
+SavedChunk = tuple[list[Any], tuple[Tensor, ...] | None, int, tuple[Tensor, ...], Sequence[Deferred]]
 
 _ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
-def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Accumulate gradients into the leaves of `roots`. The engine's own entry costs half of autograd.backward's."""
+def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...], wanted: tuple[Any, ...] = ()) -> None:
+    """Accumulate gradients into the leaves of `roots`, or into those of `wanted` (leaves, and edges to go through).
+
+    The engine's own entry costs half of autograd.backward's.
+    """
     if _ENGINE is None:
-        torch.autograd.backward(roots, gradients)
+        torch.autograd.backward(roots, gradients, inputs=wanted or None)
     else:
-        _ENGINE.run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        _ENGINE.run_backward(roots, gradients, False, False, wanted, allow_unreachable=True, accumulate_grad=True)
 
 
 def written_states(module: nn.Module) -> list[Tensor]:
@@ -68,7 +91,16 @@ def restored(module: nn.Module) -> Iterator[None]:
 class StageRunner:
     """A stage's module and its chunks in flight. One thread; not reentrant."""
 
-    def __init__(self, spec: StageSpec, module: nn.Module, edges: Mapping[str, Edge], *, recompute: bool) -> None:
+    def __init__(
+        self,
+        spec: StageSpec,
+        module: nn.Module,
+        edges: Mapping[str, Edge],
+        *,
+        recompute: bool,
+        defer_weights: bool = False,
+    ) -> None:
+        """`defer_weights`: backwards come in two halves, `input_gradient` and `weight_gradient`."""
         self.spec, self.module = spec, module
         self._call = cast(StageModule, module)
         self._set_seed_base = self._call.set_seed_base
@@ -79,6 +111,12 @@ class StageRunner:
         )
         self._recompute = recompute
         self._saved: dict[int, SavedChunk] = {}
+        self._waiting: dict[int, Sequence[Deferred]] = {}  # by chunk, between the two halves of its backward
+        self._take_deferred: Callable[[], Sequence[Deferred]] = tuple
+        if defer_weights and self._leaf_positions and isinstance(module, DefersWeights):
+            module.defer_weights()
+            self._take_deferred = module.take_deferred
+        self._trained = tuple(p for p in module.parameters() if p.requires_grad)
         self.num_chunks_held = self.peak_chunks = 0  # chunks between their forward and their backward
 
     def forward(self, chunk: int, arguments: list[Any], seed_base: int, train: bool) -> tuple[Tensor, ...]:
@@ -93,10 +131,10 @@ class StageRunner:
             found = tuple(state.detach().clone() for state in reread_states(self.module))
             with torch.no_grad():
                 outputs = self._call(*arguments)
-            self._saved[chunk] = (arguments, None, seed_base, found)
+            self._saved[chunk] = (arguments, None, seed_base, found, ())
         else:
             outputs = self._call(*arguments)
-            self._saved[chunk] = (arguments, outputs, seed_base, ())
+            self._saved[chunk] = (arguments, outputs, seed_base, (), self._take_deferred())
         self.num_chunks_held += 1
         if self.num_chunks_held > self.peak_chunks:
             self.peak_chunks = self.num_chunks_held
@@ -107,18 +145,49 @@ class StageRunner:
 
         `gradients` are those of the outputs in the spec's order; None means zero.
         """
-        arguments, outputs, seed_base, found = self._saved[chunk]
-        del self._saved[chunk]
         self.num_chunks_held -= 1
+        return self._backward(chunk, gradients, waits=False)[0]
+
+    def input_gradient(self, chunk: int, gradients: Sequence[Tensor | None]) -> list[Any]:
+        """Like `backward`, but leave for `weight_gradient` what can wait."""
+        returned, self._waiting[chunk] = self._backward(chunk, gradients, waits=True)
+        return returned
+
+    def weight_gradient(self, chunk: int) -> None:
+        """Accumulate the parameter gradients that `input_gradient` left, last layers first."""
+        for deferred in reversed(self._waiting.pop(chunk)):
+            deferred.accumulate()
+        self.num_chunks_held -= 1
+
+    def _backward(
+        self, chunk: int, gradients: Sequence[Tensor | None], *, waits: bool
+    ) -> tuple[list[Any], Sequence[Deferred]]:
+        arguments, outputs, seed_base, found, deferred = self._saved[chunk]
+        del self._saved[chunk]
         if outputs is not None:
-            self._run_backward(outputs, gradients)
+            deferred = deferred if waits else ()  # a schedule may halve some chunks' backwards and not others
+            self._run_backward(outputs, gradients, self._wanted(arguments, deferred))
         else:
             # until autograd is through: it may read a state that the forward wrote
             with restored(self.module):
-                self._run_backward(self._recomputed(arguments, seed_base, found), gradients)
-        return self._gradients(arguments)
+                outputs = self._recomputed(arguments, seed_base, found)
+                noted = self._take_deferred()
+                deferred = noted if waits else ()
+                self._run_backward(outputs, gradients, self._wanted(arguments, deferred))
+        return self._gradients(arguments), deferred
 
-    def _run_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    def _wanted(self, arguments: Sequence[Any], deferred: Sequence[Deferred]) -> tuple[Any, ...]:
+        """Return what the first half of a backward is for; nothing (all leaves) where it is the whole."""
+        if not deferred:
+            return ()
+        waits = {id(each.parameter) for each in deferred}
+        leaves = [arguments[position] for position in self._leaf_positions]
+        rest = [parameter for parameter in self._trained if id(parameter) not in waits]
+        return (*leaves, *rest, *(each.edge for each in deferred))
+
+    def _run_backward(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: tuple[Any, ...]
+    ) -> None:
         roots: tuple[Tensor, ...] = ()
         seeds: tuple[Tensor, ...] = ()
         for output, gradient in zip(outputs, gradients, strict=True):
@@ -126,16 +195,27 @@ class StageRunner:
                 roots += (output,)
                 seeds += (gradient,)
         if roots:
-            run_backward(roots, seeds)
+            run_backward(roots, seeds, wanted)
 
     def backward_from(self, chunk: int, root: Tensor, gradient: Tensor | None) -> list[Any]:
         """Like `backward`, from the loss; None: this chunk weighs nothing."""
-        arguments = self._saved[chunk][0]
-        del self._saved[chunk]
         self.num_chunks_held -= 1
+        return self._backward_from(chunk, root, gradient, waits=False)[0]
+
+    def input_gradient_from(self, chunk: int, root: Tensor, gradient: Tensor | None) -> list[Any]:
+        """Like `input_gradient`, from the loss; None: this chunk weighs nothing."""
+        returned, self._waiting[chunk] = self._backward_from(chunk, root, gradient, waits=True)
+        return returned
+
+    def _backward_from(
+        self, chunk: int, root: Tensor, gradient: Tensor | None, *, waits: bool
+    ) -> tuple[list[Any], Sequence[Deferred]]:
+        arguments, _, _, _, deferred = self._saved[chunk]
+        del self._saved[chunk]
+        deferred = deferred if waits else ()
         if gradient is not None and root.requires_grad:
-            run_backward((root,), (gradient,))
-        return self._gradients(arguments)
+            run_backward((root,), (gradient,), self._wanted(arguments, deferred))
+        return self._gradients(arguments), deferred
 
     def _gradients(self, arguments: list[Any]) -> list[Any]:
         """Put each received value's gradient in its place; that frees the value."""
@@ -151,6 +231,7 @@ class StageRunner:
     def drop_all(self) -> None:
         """Forget every chunk in flight, after a failed step."""
         self._saved.clear()
+        self._waiting.clear()
         self.num_chunks_held = 0
 
     def _recomputed(self, arguments: Sequence[Any], seed_base: int, found: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -75,7 +75,7 @@ def bind_send_backward(wiring: Wiring, index: int, stage: int, chunk: int, peer:
         (refs.index(ValueRef(edge.value)), edge.value, placement.tag(peer, stage, chunk, number, gradients=True))
         for number, edge in enumerate(placement.edges_between(peer, stage, gradients=True))
     ]
-    maker = wiring.find(Op.B, stage, chunk)
+    maker = wiring.gradient_maker(stage, chunk)
     assert maker is not None
     frees = index == max(i for i, _ in wiring.transfers(Op.SEND_B, stage, chunk))
     post, device = _bind_post(wiring, index, chunk, "send_backward"), wiring.inputs.device

@@ -17,6 +17,7 @@ from stagekit.graph.bucket import split
 from stagekit.graph.buckets.rule import BucketRule
 from stagekit.graph.capture.functions import traits_of
 from stagekit.graph.compile.compilers import AUTO, check_backend, compile_problem
+from stagekit.graph.compile.deferred import Deferred, DeferredLog, mark, with_notes
 from stagekit.graph.compile.failures import note_line
 from stagekit.graph.compile.randomness import functional_dropout
 from stagekit.graph.compile.written import reread_states, written_states
@@ -36,7 +37,8 @@ class StageModule(nn.Module):
 
     buckets: tuple[Bucket, ...]
     _run: Callable[..., tuple[Tensor, ...]]
-    _compile_with: Callable[[str], Callable[..., Any]]
+    _compile_with: Callable[[str, DeferredLog | None], Callable[..., Any]]
+    _backend = "eager"
 
     def __init__(
         self, spec: StageSpec, tensors: Mapping[str, Tensor], buffers: frozenset[str], persistent: frozenset[str]
@@ -47,6 +49,7 @@ class StageModule(nn.Module):
         self._seed_base: tuple[int | Tensor, ...] = ()
         self._takes_tensor_seed = self._draws = False
         self._has_regions = False
+        self._deferred: DeferredLog | None = None
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._written: list[tuple[dict[str, Any], str]] = []
         self._reread: list[tuple[dict[str, Any], str]] = []
@@ -71,7 +74,7 @@ class StageModule(nn.Module):
 
     def bind(
         self,
-        compile_with: Callable[[str], Callable[..., Any]],
+        compile_with: Callable[[str, DeferredLog | None], Callable[..., Any]],
         states: Sequence[str],
         *,
         written: Sequence[str],
@@ -82,8 +85,8 @@ class StageModule(nn.Module):
     ) -> None:
         """Set what a call runs. Called once, by `make_stage_module`; then `use_backend` says how.
 
-        `compile_with(backend)` returns a function of (*inputs, *states, seed base). `written` are the states that it
-        writes, `reread` those of them whose values it computes with.
+        `compile_with(backend, log)` returns a function of (*inputs, *states, seed base). `written` are the states that
+        it writes, `reread` those of them whose values it computes with.
         """
         object.__setattr__(self, "_compile_with", compile_with)
         self._draws, self._has_regions, self._device = draws, has_regions, device
@@ -105,11 +108,20 @@ class StageModule(nn.Module):
 
     def use_backend(self, backend: str) -> None:
         """Run through `backend` from now on, with the same tensors: "eager" or a backend of torch.compile."""
-        object.__setattr__(
-            self, "_run", self._compile_with(backend)
-        )  # no submodule: the stage's modules are the model's
-        self._takes_tensor_seed = backend != "eager"
+        log = self._deferred if backend == "eager" else None
+        run = self._compile_with(backend, log)
+        object.__setattr__(self, "_run", run)  # no submodule: the stage's modules are the model's
+        self._backend, self._takes_tensor_seed = backend, backend != "eager"
         self.set_seed_base(0)
+
+    def defer_weights(self) -> None:
+        """Note from now on, in forwards that run eagerly, which weights' gradients can wait; see `take_deferred`."""
+        self._deferred = DeferredLog()
+        self.use_backend(self._backend)
+
+    def take_deferred(self) -> list[Deferred]:
+        """Return those of the last forward, in the order of their operations; none where the stage is compiled."""
+        return self._deferred.take() if self._deferred is not None else []
 
     def backend_problem(self, backend: str) -> str | None:
         """Return what this machine lacks to compile the stage with `backend`, None if nothing."""
@@ -154,7 +166,7 @@ def make_stage_module(
     module = StageModule(spec, held, buffers, captured.persistent - constants)
     names = [state.name for state in stage.states]
     module.bind(
-        lambda backend: _runner(cut, stage, backend),
+        lambda backend, log: _runner(cut, stage, backend, log),
         names,
         written=written_states(stage),
         reread=reread_states(stage),
@@ -204,9 +216,11 @@ def _shared(cut: Cut, stage: StageGraph, module: nn.Module) -> dict[str, Tensor]
     return tensors | {name: value.detach().clone().to(device) for name, value in made.items()}
 
 
-def _runner(cut: Cut, stage: StageGraph, backend: str) -> Callable[..., Any]:
+def _runner(cut: Cut, stage: StageGraph, backend: str, log: DeferredLog | None) -> Callable[..., Any]:
     graph = fx.Graph()
     graph.output(graph.graph_copy(stage.graph, {}))
+    if log is not None:
+        mark(graph, _trained_alone(cut, stage))
     fakes = stage_fakes(cut.captured, stage, cut.edge_fakes)
     examples = [fakes[node.name] for node in stage.graph.nodes if node.op == "placeholder"]
     eager: set[fx.Node] = set()
@@ -223,15 +237,25 @@ def _runner(cut: Cut, stage: StageGraph, backend: str) -> Callable[..., Any]:
         examples,
         cap_bytes=rule.cap_bytes,
         first_cap_bytes=rule.first_cap_bytes,
-        compile_fn=_compile_fn(backend),
+        compile_fn=_compile_fn(backend, log),
         runs_eagerly=eager.__contains__ if eager else None,
     )
     return result.module
 
 
-def _compile_fn(backend: str) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+def _trained_alone(cut: Cut, stage: StageGraph) -> set[str]:
+    """Return the placeholders of parameters that train and that no other placeholder of the stage stands for."""
+    placeholders = [node.name for node in stage.graph.nodes if node.op == "placeholder"][len(stage.inputs) :]
+    canonical = dict(cut.spec.aliases)
+    names = [canonical.get(state.name, state.name) for state in stage.states]
+    trained = {p.name for p in cut.spec.stages[stage.index].parameters if p.requires_grad}
+    pairs = zip(placeholders, names, strict=False)  # the seed base may follow the states
+    return {placeholder for placeholder, name in pairs if name in trained and names.count(name) == 1}
+
+
+def _compile_fn(backend: str, log: DeferredLog | None) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
     if backend == "eager":
-        return lambda bucket, examples: bucket
+        return lambda bucket, examples: bucket if log is None else with_notes(bucket, log)
     check_backend(backend)
     # The function, not the module: that costs three calls more per chunk.
     return lambda bucket, examples: torch.compile(bucket.forward, backend=backend, dynamic=_is_dynamic(examples))
