@@ -19,6 +19,7 @@ from stagekit.plan.lowering import Lists, Routes, lower, receive_window, routes_
 from stagekit.plan.schedules import compute_order, table_for
 from stagekit.plan.shapes import evaluate
 from stagekit.plan.timeline import Timeline, gantt, simulate
+from stagekit.plan.transports import Transport
 from stagekit.plan.verify import Cell, verify
 
 HOP_S = 70e-6  # a small gloo message between two processes of a host, measured 38-71 µs
@@ -113,10 +114,13 @@ def check_counts(stages: int, stages_per_rank: int, replicas: int, world_size: i
 def verified_lists(
     schedule: str, stage_ranks: Sequence[int], num_chunks: int, routes: Routes
 ) -> tuple[Lists, tuple[Cell, ...]]:
-    """Return each rank's complete list, and an order of all actions in which nothing waits. Raises ScheduleError."""
+    """Return each rank's complete list, and an order of all actions in which nothing waits. Raises ScheduleError.
+
+    They run on a queue per direction (NCCL), and so also where messages are told apart by tag (gloo).
+    """
     orders = compute_order(schedule, stage_ranks, max(stage_ranks) + 1, num_chunks)
-    lists = lower(orders, stage_ranks, routes, window=receive_window(schedule))
-    return lists, verify(lists, stage_ranks, num_chunks, routes)
+    lists = lower(orders, stage_ranks, routes, window=receive_window(schedule), transport=Transport.DIRECTED)
+    return lists, verify(lists, stage_ranks, num_chunks, routes, transport=Transport.DIRECTED)
 
 
 def make_plan(

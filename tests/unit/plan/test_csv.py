@@ -101,6 +101,15 @@ def test_torchs_own_schedules_load_and_run_here(kind, ours):
     assert trial.timeline.makespan >= 48
 
 
+@pytest.mark.parametrize(
+    ("kind", "ours"), [(torchs.ScheduleInterleaved1F1B, "interleaved"), (torchs.ScheduleDualPipeV, "dualpipe-v")]
+)
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 4), (4, 12)])
+def test_interleaved_and_dualpipe_v_are_torchs_action_for_action(kind, ours, ranks, chunks):
+    theirs = from_csv(torch_lists(kind, ranks, chunks))
+    assert theirs == compute_order(ours, table_for(ours, 2 * ranks, ranks), ranks, chunks)
+
+
 def test_an_overlapped_pair_is_read_as_its_two_actions_and_can_be_written():
     orders = compute_order("dualpipe-v", table_for("dualpipe-v", 4, 2), 2, 5)
     text = to_csv(orders, overlapped=True)

@@ -7,12 +7,13 @@ from stagekit.plan.actions import Action, Op
 from stagekit.plan.costs import Costs
 from stagekit.plan.forecast import forecast
 from stagekit.plan.lowering import Routes, lower
+from stagekit.plan.plan import verified_lists
 from stagekit.plan.schedules import NAMES, compute_order, placement, table_for
 from stagekit.plan.timeline import peak_held
 from stagekit.plan.transports import Channel
 from stagekit.plan.trial import try_lists, try_schedule
 from stagekit.plan.verify import verify
-from tests.unit.plan.cases import TWO_PER_RANK, Transport, lowered, table
+from tests.unit.plan.cases import TWO_PER_RANK, Transport, lowered, rich_routes, table
 
 V_SHAPED = ("zb-v", "v-half", "dualpipe-v")
 
@@ -248,6 +249,15 @@ def test_stages_of_a_v_hand_over_without_a_transfer_where_it_turns():
     lists, stage_ranks, _ = lowered("zb-v", 2, 4)
     assert stage_ranks == (0, 1, 1, 0) == table("zb-v", 2)
     assert not [a for a in lists[1] if a.op is Op.SEND_F and a.stage == 1]
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_the_lists_of_a_plan_run_by_tag_and_on_a_queue_per_direction(schedule):
+    stage_ranks = table(schedule, 3)
+    routes = rich_routes(schedule, len(stage_ranks), stage_ranks)
+    lists, _ = verified_lists(schedule, stage_ranks, 6, routes)
+    for transport in (Transport.RENDEZVOUS, Transport.DIRECTED, Transport.EAGER):
+        verify(lists, stage_ranks, 6, routes, transport=transport)
 
 
 def test_lists_of_the_users_are_lowered_only_if_they_have_no_transfers():
