@@ -80,13 +80,15 @@ def _hoisted(
     """Return the lists with each receive `window` compute actions before its consumer, in its sender's order."""
     posts: list[list[tuple[int, int, Action]]] = [[] for _ in orders]  # (post before, consumer), both compute positions
     for receives in _by_wire(orders, stage_ranks, near, transport).values():
-        first_use, last_first = len(orders[receives[-1][0].target_rank]), []
+        target_rank = receives[0][0].target_rank
+        at = first_use = len(orders[target_rank])
+        from_the_last = []
         for channel, consumer, receive in reversed(receives):
-            first_use = min(first_use, consumer)  # a later receive of this wire may be needed before this one
+            first_use = min(first_use, consumer)  # a later receive of this wire may be needed before this one,
             ahead = window.get(channel, 1) if isinstance(window, Mapping) else window
-            at = 0 if ahead is None else max(0, first_use - ahead)
-            last_first.append((at, first_use, receive))
-        posts[receives[-1][0].target_rank] += reversed(last_first)
+            at = min(at, 0 if ahead is None else max(0, first_use - ahead))  # or be posted long before its use
+            from_the_last.append((at, first_use, receive))
+        posts[target_rank] += reversed(from_the_last)
     rows = []
     for rank, row in enumerate(orders):
         waiting = sorted(posts[rank], key=lambda post: post[:2])  # stable: a wire's order holds

@@ -226,6 +226,14 @@ def test_each_channel_may_have_a_window_of_its_own():
     assert all(row.index(f"0B{chunk}") == row.index(f"0RECV_B{chunk}") + 1 for chunk in range(4))
 
 
+def test_windows_that_differ_keep_the_order_of_a_queue_that_channels_share():
+    stage_ranks = table("zb-v", 2)
+    orders = compute_order("zb-v", stage_ranks, 2, 7)
+    windows = {Channel(0, 1, "F"): 0, Channel(0, 1, "B"): None, Channel(1, 0, "F"): 2, Channel(1, 0, "B"): None}
+    lists = lower(orders, stage_ranks, Routes.chain(4), window=windows, transport=Transport.DIRECTED)
+    verify(lists, stage_ranks, 7, Routes.chain(4), transport=Transport.DIRECTED)
+
+
 def test_a_receive_is_never_posted_before_one_that_its_sender_sends_earlier():
     """Rank 1 needs stage 3's input first, but rank 0 sends stage 1's first on the same channel."""
     orders = [
