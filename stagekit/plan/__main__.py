@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bad schedule: {trial.refusal}", file=sys.stderr)
     try:
         _show(trial, options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has enough
+        sys.stderr.close()
     except OSError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 from stagekit.plan.actions import RECVS, SENDS, Action, Op
+from stagekit.plan.credits import SEND_CREDITS, uses_credit
 from stagekit.plan.routes import Neighbours, Routes
 from stagekit.plan.transports import Channel, Message, Transport, message_of, wire
-
-SEND_CREDITS = 8  # sends of one stage to one rank that may be unfinished; posting number i waits for number i − 8
 
 Cell = tuple[int, int]  # (rank, position in its list)
 
@@ -191,20 +190,17 @@ def _add_queues(graph: Graph, arrivals: dict[Message, int], stage_ranks: Sequenc
 
 
 def _add_credits(graph: Graph, arrivals: dict[Message, int], stage_ranks: Sequence[int], routes: Routes) -> None:
-    """Let a send wait for the one that frees its credit; sends whose gradient returns are reaped by it and use none."""
-    backwards = {(a.stage, a.chunk) for row in graph.lists for a in row if a.op in (Op.B, Op.I)}
+    """Let a send wait for the arrival that frees its credit."""
+    trains = any(action.op in (Op.B, Op.I) for row in graph.lists for action in row)
     sent: dict[tuple[int, int], list[int]] = defaultdict(list)
     for node, (rank, position) in enumerate(graph.cells):
-        action = graph.lists[rank][position]
-        if action.op not in (Op.SEND_F, Op.SEND_B) or action.peer is None:
+        op, stage, chunk, peer = graph.lists[rank][position]
+        if peer is None or not uses_credit(op, stage, peer, routes, trains=trains):
             continue
-        returns = (action.stage, action.peer) in routes.backward and (action.stage, action.chunk) in backwards
-        if action.op is Op.SEND_F and returns:
-            continue
-        queue = sent[action.stage, stage_ranks[action.peer]]
+        queue = sent[stage, stage_ranks[peer]]
         if len(queue) >= SEND_CREDITS:
             graph.needs[node].append(queue[-SEND_CREDITS])
-        queue.append(arrivals[message_of(action.op, action.stage, action.chunk, action.peer)])
+        queue.append(arrivals[message_of(op, stage, chunk, peer)])
 
 
 def _add_tie_sums(graph: Graph) -> None:

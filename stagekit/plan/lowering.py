@@ -1,18 +1,19 @@
 """Lowering: compute orders → complete lists with transfers, receives hoisted, reductions at the end.
 
 Each send follows the compute action that makes its data (F sends activations, I or B gradients, W nothing). Each
-receive is posted `window` compute actions before its consumer (all: at the start of the list), and never before one
-that its sender sends earlier on the same channel. What the executor waits for is the consumer's business: a RECV only
+receive is posted `window` compute actions before its consumer (all: at the start of the list), earlier where its sender
+would run out of credits, and never before one that its sender sends earlier on the same channel. What the executor waits for is the consumer's business: a RECV only
 posts. stagekit.plan.verify proves what comes out.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from stagekit.errors import ScheduleError
 from stagekit.plan.actions import COMPUTE, Action, Op
+from stagekit.plan.credits import SEND_CREDITS, latest_posts, uses_credit
 from stagekit.plan.dependencies import compute_order_of
 from stagekit.plan.routes import Neighbours as Neighbours
 from stagekit.plan.routes import Routes as Routes
@@ -31,9 +32,7 @@ def receive_window(schedule: str) -> int | None:
     22.2 / 38.8, three 33.1 / 50.5, four 22.7 / 37.8, all 20.8 / 34.3 (torch 25.9 / 40.9). Stages that
     sleep 10 / 20 ms, p=4, m=8, ÷ ideal: one 1.054 / 1.067, two 1.042 / 1.057, four 1.058 / 1.079. So two: the next
     receive of each direction is always posted, and a channel holds two buffers, not one per chunk. GPipe is best with
-    all posted at once (tiny: 25.7 / 29.5 ms against 44.7 / 73.0 one ahead), and holds every chunk anyway. So is BFS:
-    its senders run up to m chunks ahead, and with two ahead they are out of credits and idle (simulated, p=8, m=32, two
-    stages per rank, hop 10 % of F: bubble 20.6 % against 10.5 %).
+    all posted at once (tiny: 25.7 / 29.5 ms against 44.7 / 73.0 one ahead), and holds every chunk anyway; so does BFS.
     """
     return None if schedule in ("gpipe", "bfs") else 2
 
@@ -63,7 +62,8 @@ def lower(
     if transport is Transport.ORDERED:
         rows = _in_pair_order(orders, stage_ranks, routes, near)
     else:
-        rows = _hoisted(orders, stage_ranks, near, window, transport)
+        latest = _latest_posts(orders, stage_ranks, routes, near)
+        rows = _hoisted(orders, stage_ranks, near, window, transport, latest)
     return tuple(
         (*_input_transfers(rank, stage_ranks, routes, transport), *row, *_reductions(rank, stage_ranks, routes))
         for rank, row in enumerate(rows)
@@ -76,8 +76,12 @@ def _hoisted(
     near: Neighbours,
     window: Window,
     transport: Transport,
+    latest: Mapping[Action, int],
 ) -> list[list[Action]]:
-    """Return the lists with each receive `window` compute actions before its consumer, in its sender's order."""
+    """Return the lists with each receive `window` compute actions before its consumer, in its sender's order.
+
+    Earlier than that where `latest` says so, or where its queue has one behind it that is posted earlier.
+    """
     posts: list[list[tuple[int, int, Action]]] = [[] for _ in orders]  # (post before, consumer), both compute positions
     for receives in _by_wire(orders, stage_ranks, near, transport).values():
         target_rank = receives[0][0].target_rank
@@ -87,6 +91,7 @@ def _hoisted(
             first_use = min(first_use, consumer)  # a later receive of this wire may be needed before this one,
             ahead = window.get(channel, 1) if isinstance(window, Mapping) else window
             at = min(at, 0 if ahead is None else max(0, first_use - ahead))  # or be posted long before its use
+            at = min(at, latest.get(receive, at))
             from_the_last.append((at, first_use, receive))
         posts[target_rank] += reversed(from_the_last)
     rows = []
@@ -102,6 +107,25 @@ def _hoisted(
             result += (send for send, _ in _transfers(action, stage_ranks, near))
         rows.append(result)
     return rows
+
+
+def _latest_posts(
+    orders: Sequence[Sequence[Action]], stage_ranks: Sequence[int], routes: Routes, near: Neighbours
+) -> dict[Action, int]:
+    """Return where receives must be posted for the sake of their senders' credits; nothing where all have enough."""
+    trains = any(action.op in (Op.B, Op.I) for row in orders for action in row)
+    sends = [
+        (rank, position, send, receive)
+        for rank, row in enumerate(orders)
+        for position, action in enumerate(row)
+        for send, receive in _transfers(action, stage_ranks, near)
+        if uses_credit(send.op, send.stage, receive.stage, routes, trains=trains)
+    ]
+    most = Counter((send.stage, stage_ranks[receive.stage]) for _, _, send, receive in sends).most_common(1)
+    if not most or most[0][1] <= SEND_CREDITS:
+        return {}
+    when = {cell: number for number, cell in enumerate(compute_order_of(orders, stage_ranks, routes))}
+    return latest_posts(sends, when, stage_ranks)
 
 
 def _by_wire(

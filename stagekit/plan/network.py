@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from stagekit.plan.actions import SENDS, Op
-from stagekit.plan.dependencies import SEND_CREDITS
+from stagekit.plan.credits import SEND_CREDITS, uses_credit
 from stagekit.plan.routes import Neighbours, Routes
 from stagekit.plan.transports import Channel, Message, Transport, message_of, wire
 
@@ -22,7 +22,7 @@ class Network:
         self, stage_ranks: Sequence[int], routes: Routes, transport: Transport, hop: float, *, trains: bool
     ) -> None:
         self._stage_ranks, self._transport, self._hop = stage_ranks, transport, hop
-        self._answered = routes.backward if trains else frozenset()
+        self._routes, self._trains = routes, trains
         self._makers = _makers(stage_ranks, routes, with_inputs=transport is not Transport.IMPLICIT)
         self._made: dict[tuple[str, int, int], float] = {}  # (kind, stage, chunk) → end of what made it
         self._posted: dict[Message, float] = {}  # by the end that came first
@@ -60,7 +60,7 @@ class Network:
             if op in SENDS:
                 self._arrived[message] = now + self._hop
             return now
-        if op is Op.SEND_B or (op is Op.SEND_F and (stage, peer) not in self._answered):
+        if uses_credit(op, stage, peer, self._routes, trains=self._trains):
             now = self._take_credit(message, stage, peer, now)
         other = self._posted.pop(message, None)
         if other is None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from stagekit.plan.actions import COMPUTE, RECVS, SENDS, Action, Op
-from stagekit.plan.dependencies import SEND_CREDITS as SEND_CREDITS
+from stagekit.plan.credits import SEND_CREDITS as SEND_CREDITS
 from stagekit.plan.dependencies import Cell as Cell
 from stagekit.plan.dependencies import lists_graph
 from stagekit.plan.grid import grid as grid

@@ -1,6 +1,7 @@
 """Says of action lists why they are bad, by counting and by running them step by step; shares no code with the verifier."""
 
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 from stagekit.plan.actions import Action, Op
 
@@ -202,3 +203,82 @@ class State:
                         side.remove(message)
                 moved = True
         return moved
+
+
+def times(lists, stage_ranks, routes, transport, durations, hop):
+    """Return the end of each compute action: the smallest times that satisfy every rule, found by trying until none changes.
+
+    `durations[op][stage]`; the lists are good ones.
+    """
+    state = State(lists, stage_ranks, routes, transport)  # for its rules about queues and credits
+    ends, arrivals = [[0] * len(row) for row in lists], defaultdict(int)
+    posted_at, queues, credit = defaultdict(list), defaultdict(list), {}
+    for rank, row in enumerate(lists):
+        sent = defaultdict(list)
+        for position, a in enumerate(row):
+            if a.op not in KINDS:
+                continue
+            message = key(a)
+            if a.op in SENDS or str(transport) not in ("implicit", "eager"):
+                posted_at[message].append((rank, position))
+                queues[rank, state.queue(message)].append(message)
+            if a.op in (Op.SEND_F, Op.SEND_B) and state.uses_credit(a):
+                line = sent[a.stage, stage_ranks[a.peer]]
+                line.append(message)
+                if len(line) > CREDITS:
+                    credit[rank, position] = line[-1 - CREDITS]
+    behind = defaultdict(list)  # message → those before it in a queue
+    for line in queues.values():
+        for before, after in pairwise(line):
+            behind[after].append(before)
+    made = {
+        (KIND_MADE[a.op], a.stage, a.chunk): (r, i)
+        for r, row in enumerate(lists)
+        for i, a in enumerate(row)
+        if a.op in KIND_MADE
+    }
+    changed = True
+    while changed:
+        changed = False
+        for message, places in posted_at.items():
+            at = hop + max([ends[r][i] for r, i in places] + [arrivals[m] for m in behind[message]])
+            changed, arrivals[message] = changed or at != arrivals[message], at
+        for rank, row in enumerate(lists):
+            for position, a in enumerate(row):
+                at = ends[rank][position - 1] if position else 0
+                at = max(
+                    [at] + [there(m, made, ends, arrivals, stage_ranks, transport, hop) for m in inputs_of(a, routes)]
+                )
+                if (rank, position) in credit:
+                    at = max(at, arrivals[credit[rank, position]])
+                at += durations[a.op][a.stage] if a.op in durations else 0
+                changed, ends[rank][position] = changed or at != ends[rank][position], at
+    return {
+        (a.op.value, a.stage, a.chunk): ends[r][i]
+        for r, row in enumerate(lists)
+        for i, a in enumerate(row)
+        if a.op in durations
+    }
+
+
+KIND_MADE = {Op.F: "F", Op.B: "B", Op.I: "B"}
+
+
+def inputs_of(a, routes):
+    """The messages that a compute action waits for, also those that never leave its rank."""
+    if a.op is Op.F:
+        arriving = [("F", s, a.stage, a.chunk) for s, t in routes.forward if t == a.stage]
+        return arriving + [("X", s, a.stage, 0) for s, t in routes.inputs if t == a.stage]
+    return [("B", t, a.stage, a.chunk) for s, t in routes.backward if s == a.stage and a.op in (Op.B, Op.I)]
+
+
+def there(message, made, ends, arrivals, stage_ranks, transport, hop):
+    """When a message is where it is needed."""
+    kind, source, target, chunk = message
+    is_local = stage_ranks[source] == stage_ranks[target]
+    if kind == "X" and (is_local or str(transport) == "implicit"):
+        return 0
+    if not is_local and str(transport) != "implicit":
+        return arrivals[message]
+    rank, position = made[kind, source, chunk]
+    return ends[rank][position] + (0 if is_local else hop)

@@ -4,7 +4,7 @@ from stagekit.plan.actions import Op
 from stagekit.plan.lowering import lower, receive_window
 from stagekit.plan.routes import Routes
 from stagekit.plan.schedules import NAMES, compute_order, table_for
-from stagekit.plan.transports import Transport
+from stagekit.plan.transports import Channel, Transport
 
 TWO_PER_RANK = ("zb-v", "v-half", "dualpipe-v", "bfs", "interleaved")
 
@@ -34,8 +34,35 @@ def rich_routes(schedule, num_stages, stage_ranks):
     return Routes(frozenset(pairs), frozenset(pairs), inputs, ((0, num_stages - 1),), everyone)
 
 
+def random_case(rng):
+    """Return (schedule, table, chunks, routes, window, transport), anything that the schedule takes."""
+    schedule, ranks, transport = rng.choice(NAMES), rng.randint(1, 4), rng.choice(list(Transport))
+    more = [rng.randrange(ranks) for _ in range(rng.randint(0, ranks + 2))]
+    stage_ranks = table(schedule, ranks)
+    if schedule in ("1f1b", "zb-h1", "zb-h2", "eager-1f1b"):
+        stage_ranks = tuple(sorted([*range(ranks), *more]))
+    elif schedule in ("gpipe", "bfs", "forward", "zb-auto"):
+        stage_ranks = tuple(rng.sample([*range(ranks), *more], ranks + len(more)))
+    stages = range(len(stage_ranks))
+    skips = {tuple(sorted(rng.sample(stages, 2))) for _ in range(rng.randint(0, 2)) if len(stages) > 1}
+    forward = {(stage, stage + 1) for stage in stages[:-1]} | skips
+    backward = {pair for pair in forward if schedule != "forward" and rng.random() < 0.9}
+    inputs = {(0, rng.choice(stages[1:])) for _ in range(rng.randint(0, 2)) if len(stages) > 1}
+    channels = [Channel(a, b, kind) for a in range(ranks) for b in range(ranks) for kind in "FB"]
+    window = rng.choice([0, 1, 2, 3, None, {channel: rng.choice([0, 1, 2, None]) for channel in channels}])
+    chunks = rng.randint(2 * ranks if schedule == "dualpipe-v" else 1, 11)
+    return (
+        schedule,
+        stage_ranks,
+        chunks,
+        Routes(frozenset(forward), frozenset(backward), frozenset(inputs)),
+        window,
+        transport,
+    )
+
+
 def compute(row):
     return [action for action in row if action.op in (Op.F, Op.B, Op.I, Op.W)]
 
 
-__all__ = ["NAMES", "TWO_PER_RANK", "Transport", "compute", "lowered", "rich_routes", "table"]
+__all__ = ["NAMES", "TWO_PER_RANK", "Transport", "compute", "lowered", "random_case", "rich_routes", "table"]

@@ -13,10 +13,11 @@ from stagekit.plan.actions import RECVS, SENDS, Action, Op
 from stagekit.plan.lowering import lower
 from stagekit.plan.routes import Routes
 from stagekit.plan.schedules import compute_order
-from stagekit.plan.transports import Channel, Transport
+from stagekit.plan.timeline import simulate
+from stagekit.plan.transports import Transport
 from stagekit.plan.verify import verify
-from tests.unit.plan.brute_force import reasons
-from tests.unit.plan.cases import NAMES, lowered, rich_routes, table
+from tests.unit.plan.brute_force import reasons, times
+from tests.unit.plan.cases import NAMES, lowered, random_case, rich_routes, table
 
 RANKS = 3
 REASONS = {
@@ -186,51 +187,39 @@ def test_generated_lists_run_on_every_transport_that_they_are_lowered_for(schedu
     assert not reasons(lists, stage_ranks, chunks, routes, transport)
 
 
-def random_case(rng):
-    """Return (schedule, table, chunks, routes, window, transport), anything that the schedule takes."""
-    schedule, ranks, transport = rng.choice(NAMES), rng.randint(1, 4), rng.choice(list(Transport))
-    more = [rng.randrange(ranks) for _ in range(rng.randint(0, ranks + 2))]
-    stage_ranks = table(schedule, ranks)
-    if schedule in ("1f1b", "zb-h1", "zb-h2", "eager-1f1b"):
-        stage_ranks = tuple(sorted([*range(ranks), *more]))
-    elif schedule in ("gpipe", "bfs", "forward", "zb-auto"):
-        stage_ranks = tuple(rng.sample([*range(ranks), *more], ranks + len(more)))
-    stages = range(len(stage_ranks))
-    skips = {tuple(sorted(rng.sample(stages, 2))) for _ in range(rng.randint(0, 2)) if len(stages) > 1}
-    forward = {(stage, stage + 1) for stage in stages[:-1]} | skips
-    backward = {pair for pair in forward if schedule != "forward" and rng.random() < 0.9}
-    inputs = {(0, rng.choice(stages[1:])) for _ in range(rng.randint(0, 2)) if len(stages) > 1}
-    channels = [Channel(a, b, kind) for a in range(ranks) for b in range(ranks) for kind in "FB"]
-    window = rng.choice([0, 1, 2, 3, None, {channel: rng.choice([0, 1, 2, None]) for channel in channels}])
-    chunks = rng.randint(2 * ranks if schedule == "dualpipe-v" else 1, 11)
-    return (
-        schedule,
-        stage_ranks,
-        chunks,
-        Routes(frozenset(forward), frozenset(backward), frozenset(inputs)),
-        window,
-        transport,
-    )
-
-
 def check_random_case(seed):
     schedule, stage_ranks, chunks, routes, window, transport = random_case(random.Random(seed))
     orders = compute_order(schedule, stage_ranks, max(stage_ranks) + 1, chunks)
     real = Transport.RENDEZVOUS if transport is Transport.IMPLICIT else transport
     lists = lower(orders, stage_ranks, routes, window=window, transport=real)
-    verify(lists, stage_ranks, chunks, routes, transport=transport)
+    order = verify(lists, stage_ranks, chunks, routes, transport=transport)
     assert not reasons(lists, stage_ranks, chunks, routes, transport), f"seed {seed}"
+    rng = random.Random(seed)
+    took = {op: [rng.randint(1, 9) for _ in stage_ranks] for op in (Op.F, Op.B, Op.I, Op.W)}
+    costs = {"forward": took[Op.F], "backward": took[Op.B], "input_grad": took[Op.I], "weight_grad": took[Op.W]}
+    hop = rng.randint(0, 4)
+    spans = simulate(lists, order, stage_ranks, routes, **costs, hop=hop, transport=transport).spans
+    simulated = {(span.op, span.stage, span.chunk): span.end for span in spans}
+    assert simulated == times(lists, stage_ranks, routes, transport, took, hop), f"seed {seed}"
 
 
-def test_random_tables_routes_and_windows_make_lists_that_run():
+def test_lists_of_random_tables_routes_and_windows_run_and_take_the_time_that_the_simulator_says():
     for seed in range(80):
         check_random_case(seed)
 
 
 @pytest.mark.soak
-def test_many_random_tables_routes_and_windows_make_lists_that_run():
+def test_many_lists_of_random_tables_routes_and_windows_run_and_take_the_time_that_the_simulator_says():
     for seed in range(80, 5080):
         check_random_case(seed)
+
+
+def test_receives_are_posted_before_their_senders_run_out_of_credits():
+    """Stage 0 sends to stage 4, frozen, eleven times before rank 1 comes to stage 4: with two ahead, only eight could go."""
+    stage_ranks, chain = (2, 2, 0, 1, 1, 3), Routes.chain(6)
+    routes = Routes(chain.forward | {(0, 4)}, chain.backward)
+    lists = lower(compute_order("bfs", stage_ranks, 4, 11), stage_ranks, routes, window=2)
+    verify(lists, stage_ranks, 11, routes)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, None])
