@@ -2,8 +2,8 @@
 
 Each send follows the compute action that makes its data (F sends activations, I or B gradients, W nothing). Each
 receive is posted `window` compute actions before its consumer (all: at the start of the list), earlier where its sender
-would run out of credits, and never before one that its sender sends earlier on the same channel. What the executor waits for is the consumer's business: a RECV only
-posts. stagekit.plan.verify proves what comes out.
+would run out of credits, and never before one that its sender sends earlier on the same channel. What the executor
+waits for is the consumer's business: a RECV only posts. stagekit.plan.verify proves what comes out.
 """
 
 from __future__ import annotations
