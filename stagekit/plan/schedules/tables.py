@@ -31,7 +31,7 @@ def blocks(schedule: str, stage_ranks: Sequence[int], num_ranks: int) -> list[li
     own = [stages_of(rank, stage_ranks) for rank in range(num_ranks)]
     if [stage for stages in own for stage in stages] != list(range(len(stage_ranks))) or not all(own):
         raise ScheduleError(
-            f"{schedule} runs one stage per rank, but there are {len(stage_ranks)} stages on {num_ranks} ranks; "
+            f"{schedule} runs one stage per rank (or consecutive ones), but there are {len(stage_ranks)} stages on {num_ranks} ranks; "
             f"use gpipe, bfs or interleaved, or {len(stage_ranks)} ranks (stages_per_rank: 1)"
         )
     return own
