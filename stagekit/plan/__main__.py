@@ -16,7 +16,7 @@ from stagekit.plan.actions import COMPUTE, to_csv
 from stagekit.plan.costs import Costs
 from stagekit.plan.lowering import Window
 from stagekit.plan.pictures import chrome_trace, gantt, svg
-from stagekit.plan.schedules import NAMES, SCHEDULES, csv_file, table_for
+from stagekit.plan.schedules import NAMES, SCHEDULES, csv_file, is_file, table_for
 from stagekit.plan.transports import Transport
 from stagekit.plan.trial import Trial, try_lists, try_schedule
 
@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.schedule and options.load:
             raise ValueError("--schedule and --load: give one of them")
+        if options.schedule and is_file(options.schedule):
+            options.load = options.schedule
         trial = _load(options) if options.load else _generate(options)
     except _BadListsError as error:
         print(f"bad schedule: {error}", file=sys.stderr)
@@ -193,7 +195,7 @@ def _document(trial: Trial) -> dict[str, object]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m stagekit.plan", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--schedule", metavar="NAME", help=f"{', '.join(NAMES)}, or a .csv file")
+    parser.add_argument("--schedule", metavar="NAME", help=f"{', '.join(NAMES)}, or a .csv file to load")
     parser.add_argument("--load", metavar="FILE.csv", help="verify and time the lists of this file")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--chunks", type=int)

@@ -89,6 +89,7 @@ def test_a_bad_schedule_exits_1_with_the_grid_and_an_arrow(run, tmp_path):
     status, out, err = run("--load", tmp_path / "bad.csv")
     assert status == 1 and not out
     assert "1B1 comes before 1F1" in err and "→1B1" in err and "rank   0" in err
+    assert run("--ranks 2 --chunks 2 --schedule", tmp_path / "bad.csv") == (1, "", err)
 
 
 @pytest.mark.parametrize(
