@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.schedule and options.load:
             raise ValueError("--schedule and --load: give one of them")
+        if options.width < 1:
+            raise ValueError(f"--width {options.width}: at least 1 character")
         if options.schedule and is_file(options.schedule):
             options.load = options.schedule
         trial = _load(options) if options.load else _generate(options)
@@ -65,7 +67,9 @@ def _generate(options: argparse.Namespace) -> Trial:
                 f"--placement {options.placement} is for {max(table) + 1} ranks, but --ranks is {options.ranks}"
             )
     else:
-        each = options.stages_per_rank or (SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1)
+        each = options.stages_per_rank
+        if each is None:
+            each = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
         if min(each, options.ranks) < 1:
             raise ValueError(f"--ranks {options.ranks}, --stages-per-rank {each}: each is at least 1")
         table = table_for(schedule, each * options.ranks, options.ranks)
@@ -75,7 +79,7 @@ def _generate(options: argparse.Namespace) -> Trial:
         options.chunks,
         _costs(options, len(table)),
         transport=Transport(options.transport),
-        memory_limit=options.memory_limit,
+        memory_limit=None if options.memory_limit is None else _number("--memory-limit", options.memory_limit),
         window=_window(options.window),
     )
 
@@ -110,7 +114,7 @@ def _costs(options: argparse.Namespace, num_stages: int) -> Costs:
             raise ValueError(f"{flag} {text}: give one time, or one for each of the {num_stages} stages")
         return tuple(values * num_stages if len(values) == 1 else values)
 
-    kept = _numbers("--kept", options.kept)[0]
+    kept = _number("--kept", options.kept)
     if kept > 1:
         raise ValueError(f"--kept {options.kept}: a share, from 0 to 1")
     backward = per_stage("--backward", options.backward) if options.backward else ()
@@ -118,10 +122,17 @@ def _costs(options: argparse.Namespace, num_stages: int) -> Costs:
         per_stage("--forward", options.forward),
         per_stage("--input-grad", options.input_grad),
         per_stage("--weight-grad", options.weight_grad),
-        _numbers("--hop", options.hop)[0],
+        _number("--hop", options.hop),
         kept,
         backward,
     )
+
+
+def _number(flag: str, text: str) -> float:
+    values = _numbers(flag, text)
+    if len(values) > 1:
+        raise ValueError(f"{flag} {text}: give one number, it is the same everywhere")
+    return values[0]
 
 
 def _numbers(flag: str, text: str) -> list[float]:
@@ -130,7 +141,7 @@ def _numbers(flag: str, text: str) -> list[float]:
     except ValueError:
         raise ValueError(f"{flag} {text}: not a number, nor numbers with commas between") from None
     if not all(0 <= value < float("inf") for value in values):
-        raise ValueError(f"{flag} {text}: times are at least 0")
+        raise ValueError(f"{flag} {text}: numbers are at least 0")
     return values
 
 
@@ -208,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     costs.add_argument("--backward", metavar="T", help="of a full backward; the sum of both by default")
     costs.add_argument("--hop", default="0", metavar="T", help="of a message between two ranks")
     costs.add_argument("--kept", default="1", metavar="SHARE", help="of an activation, between its I and its W")
-    parser.add_argument("--memory-limit", type=float, metavar="N", help="activations per rank, for zb-auto")
+    parser.add_argument("--memory-limit", metavar="N", help="activations per rank, for zb-auto")
     parser.add_argument("--transport", choices=[t.value for t in Transport], default=Transport.IMPLICIT.value)
     parser.add_argument("--window", metavar="N|all", help="post a receive this many compute actions before its use")
     shown = parser.add_mutually_exclusive_group()
