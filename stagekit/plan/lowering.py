@@ -15,7 +15,7 @@ from stagekit.errors import ScheduleError
 from stagekit.plan.actions import COMPUTE, Action, Op
 from stagekit.plan.credits import SEND_CREDITS, latest_posts, uses_credit
 from stagekit.plan.dependencies import compute_order_of
-from stagekit.plan.routes import Neighbours as Neighbours
+from stagekit.plan.routes import Neighbours
 from stagekit.plan.routes import Routes as Routes
 from stagekit.plan.routes import routes_of as routes_of
 from stagekit.plan.transports import Channel, Transport, wire
