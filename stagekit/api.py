@@ -7,6 +7,7 @@ Also `PipelineStage` (one stage by hand, our ancestor's surface) and `init()` (o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +36,10 @@ from stagekit.plan.contract import ModelSpec, StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
 from stagekit.plan.split import Balanced, Usage
 from stagekit.run.agreement import exchange_text
+from stagekit.run.lane import RunOptions
 from stagekit.run.loss import LossFunction, LossWeight
 from stagekit.run.merge import flatten_rules
-from stagekit.run.runtime import Run, RunOptions
+from stagekit.run.runtime import Run
 
 __all__ = ["Context", "Pipeline", "PipelineStage", "Stage", "init", "pipeline"]
 
@@ -94,6 +96,14 @@ class CutSource:
     def unflatten_output(self, leaves: list[Any]) -> Any:
         """Return what the model returns, out of its leaves."""
         return self.cut.captured.unflatten_output(leaves)
+
+    def evaluation(self) -> CutSource:
+        """Return the model in eval mode, cut to what these stages own. Raises CaptureError, SplitError."""
+        return CutSource(self.cut.captured.in_eval_mode().cut_like(self.cut))
+
+    def shared_module(self, index: int, owner: nn.Module) -> nn.Module:
+        """Return one stage on the parameters and buffers of `owner`, a stage of the cut that this one follows."""
+        return self.cut.stage_module(index, tensors=owner)
 
 
 class Pipeline:
@@ -258,7 +268,8 @@ def capture_model(
     take turns where a whole model must be built. Raises CaptureError, UserError.
     """
     check_model(model, args, kwargs)
-    return capture(
+    again = functools.partial(
+        capture,
         model,
         args,
         dict(kwargs or {}),
@@ -266,9 +277,9 @@ def capture_model(
         device=str(device),
         args_spec=args_spec,
         kwargs_spec=dict(kwargs_spec) if kwargs_spec else None,
-        check=check,
         start=Start(init, Path(weights) if weights else None, lock_dir),
     )
+    return dataclasses.replace(again(check=check), again=functools.partial(again, check=False))
 
 
 def plan_pipeline(

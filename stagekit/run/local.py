@@ -22,10 +22,11 @@ from stagekit.run.compiling import compile_stages
 from stagekit.run.data_parallel import GradientSums, TieGroup
 from stagekit.run.executor import Executor, Step
 from stagekit.run.inputs import InputExchange
+from stagekit.run.lane import RunOptions, StageSource
 from stagekit.run.layout import ChunkShapes, Placement
 from stagekit.run.loss import LossRunner
 from stagekit.run.merge import merge_outputs
-from stagekit.run.runtime import RunOptions, StageSource, tied_names
+from stagekit.run.runtime import tied_names
 from stagekit.run.stage import StageRunner
 from stagekit.run.transport import Transport
 

@@ -26,7 +26,7 @@ from piped.worker.link import Link
 from piped.worker.observe import Observer
 from stagekit.plan.lowering import routes_of
 from stagekit.plan.timeline import simulate
-from stagekit.run.runtime import StepResult
+from stagekit.run.lane import StepResult
 from stagekit.testing import spawn
 from tests.bench.machine import hardware, write_results
 from tests.bench.sides import Ours, SleepStage, Torch, count_calls, tiny_stages

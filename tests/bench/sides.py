@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from stagekit.plan.plan import Plan, make_plan
-from stagekit.run.runtime import Run, RunOptions, StepResult
+from stagekit.run.lane import RunOptions, StepResult
+from stagekit.run.runtime import Run
 from stagekit.testing import ChainSource
 
 WIDTH, ROWS = 16, 2  # of a tiny stage and its chunks

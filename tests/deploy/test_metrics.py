@@ -30,7 +30,9 @@ def seen(cluster, tmp_path_factory):
         ended = cluster.wait_for(job_id, "SUCCEEDED")
         end = time.time()
         wait_until(
-            lambda: min(server.values("timestamp(up)", "instance").values()) > end, 15, "a scrape of every page after it"
+            lambda: min(server.values("timestamp(up)", "instance").values()) > end,
+            15,
+            "a scrape of every page after it",
         )
         yield server, ended
 

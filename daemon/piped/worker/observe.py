@@ -16,7 +16,8 @@ from piped.worker.histograms import Samples
 from piped.worker.link import Link
 from stagekit.plan.actions import Op
 from stagekit.plan.plan import Plan
-from stagekit.run.runtime import Run, StepResult
+from stagekit.run.lane import StepResult
+from stagekit.run.runtime import Run
 
 REPORT_EVERY_S = 1.0
 _PHASE = {Op.F: "forward", Op.B: "backward"}

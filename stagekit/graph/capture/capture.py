@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from stagekit.errors import CaptureError, ShapeError
+from stagekit.errors import BugError, CaptureError, ShapeError
 from stagekit.graph.capture.export import Exported, export_model
 from stagekit.graph.capture.fingerprint import attribute_values, graph_hash
 from stagekit.graph.capture.limits import table_limits
@@ -86,6 +86,13 @@ class Captured:
     graph_hash: str
     self_check: str
     module: nn.Module = field(repr=False)  # the captured module; large values are fake if it came from a constructor
+    again: Callable[..., Captured] | None = field(default=None, repr=False)  # captures the same model in another mode
+
+    def in_eval_mode(self) -> Captured:
+        """Capture the same model in eval mode. Raises CaptureError."""
+        if self.again is None:
+            raise BugError("this capture does not know how it was made")
+        return self.again(training=False)
 
     def cut(
         self,

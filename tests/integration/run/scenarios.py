@@ -8,7 +8,8 @@ from torch import nn
 from stagekit import api
 from stagekit.errors import UserError
 from stagekit.plan.plan import make_plan
-from stagekit.run.runtime import Run, RunOptions
+from stagekit.run.lane import RunOptions
+from stagekit.run.runtime import Run
 from stagekit.testing import ChainSource
 
 WIDTH, ROWS, CHUNKS = 8, 12, 4
@@ -64,7 +65,7 @@ def only_rank_0_passes(count, schedule, group):
         "grads": gradients(run),
         "peak": (runner.peak_chunks, run.plan.timeline.peak_chunks[run.rank]),
         "buffers": run.executor.pool.num_buffers,
-        "lists": [[str(a) for a in row] for row in run._lists()][run.rank],
+        "lists": [str(action) for action in run.executor.recorder.actions],
     }
 
 

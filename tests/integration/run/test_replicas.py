@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from stagekit.plan.plan import make_plan
-from stagekit.run.runtime import Run, RunOptions
+from stagekit.run.lane import RunOptions
+from stagekit.run.runtime import Run
 from stagekit.testing import ChainSource, spawn
 
 WIDTH, CHUNKS = 8, 2

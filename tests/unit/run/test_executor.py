@@ -6,8 +6,8 @@ from torch import nn
 
 from stagekit.errors import ShapeError, StageError
 from stagekit.plan.plan import make_plan
+from stagekit.run.lane import RunOptions
 from stagekit.run.local import LocalRun
-from stagekit.run.runtime import RunOptions
 from stagekit.testing import ChainSource, InProcessTransport, Mailbox
 
 WIDTH = 8

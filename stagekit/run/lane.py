@@ -1,0 +1,345 @@
+"""One kind of step on one rank, training or evaluation: who passes what, the header, the inputs, the executor.
+
+The first step agrees who passes which argument, lowers the lists again with the transfers of inputs, verifies and binds
+them; every step then shares a header and hands the batch out. A `Run` has one lane to train and one to evaluate, over
+the same parameters and groups. Decides nothing about gradients. Called by stagekit.run.runtime only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stagekit.errors import BugError, PeerError, ShapeError, UserError
+from stagekit.plan.actions import Action, Op
+from stagekit.plan.contract import ModelSpec
+from stagekit.plan.shapes import chunk_sizes, evaluate
+from stagekit.run import chunks as chunking
+from stagekit.run.agreement import Agreement, Given, Header, agree, exchange_text
+from stagekit.run.executor import Executor, Reductions, Step
+from stagekit.run.groups import Groups
+from stagekit.run.inputs import InputExchange
+from stagekit.run.inputs import Shape as WholeShape
+from stagekit.run.layout import TAG_HEADER, ChunkShapes, Placement, torch_dtype
+from stagekit.run.loss import LossFunction, LossRunner, LossWeight
+from stagekit.run.merge import Rule, merge_outputs
+from stagekit.run.stage import StageRunner
+from stagekit.run.stats import Recorder
+from stagekit.run.transport import settle
+
+
+class StageSource(Protocol):
+    """What a run needs of a captured, cut model (stagekit.graph provides it)."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def stage_module(self, index: int, *, device: torch.device) -> nn.Module: ...
+
+    def flatten_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]: ...
+
+    def unflatten_output(self, leaves: list[Any]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What is the same for every step."""
+
+    loss_fn: LossFunction
+    loss_weight: LossWeight | None  # None: a chunk's rows
+    seed: int
+    output_rules: tuple[Rule | None, ...] = ()  # per output leaf; empty: the defaults
+    compiled: Mapping[int, str] | None = None  # backend per stage that an earlier attempt chose for compile="auto"
+
+
+class StepResult:
+    """What a step gave. Reading `loss` waits for the other ranks' part of it."""
+
+    def __init__(self, lane: Lane, status: Tensor, work: Any) -> None:
+        self._lane, self._status, self._work = lane, status, work
+        self.losses: list[Tensor] = []  # per chunk, on the last rank
+        self.weights: list[float] = []
+        self._leaves: list[dict[str, Tensor]] = []
+
+    def _settled(self) -> Tensor:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise PeerError(f"exchange of the step's status: {error}") from error
+            self._work = None
+        return self._status
+
+    @property
+    def loss(self) -> float:
+        """Weighted mean over chunks and replicas, on every rank; nan for an evaluation without target."""
+        return float(self._settled()[0])
+
+    @property
+    def output(self) -> Any:
+        """The model's output for the whole batch, on the last rank with `run.keep_output`; elsewhere None."""
+        if not self._leaves:
+            return None
+        lane = self._lane
+        merged = merge_outputs(lane.source.spec.outputs, lane.options.output_rules, self._leaves, self.weights)
+        return lane.source.unflatten_output(merged)
+
+    def chunk_latencies_s(self) -> tuple[list[float], list[float]]:
+        """Return, per chunk of replica 0, its way forward (first stage's start to last stage's end) and back."""
+        stamps = self._settled()[1:].view(3, -1) * 1e-9
+        return (stamps[1] - stamps[0]).tolist(), (stamps[2] - stamps[1]).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a lane runs: a cut model, who is where, and each rank's lists once it is agreed who passes what."""
+
+    source: StageSource
+    placement: Placement
+    fingerprint: str  # equal on ranks that run the same thing
+    lists: Callable[[Agreement], tuple[tuple[Action, ...], ...]]
+    train: bool
+
+
+class Lane:
+    """Steps of one kind. Every method is called on every rank alike, from one thread."""
+
+    def __init__(
+        self,
+        course: Course,
+        options: RunOptions,
+        runners: Mapping[int, StageRunner],
+        groups: Groups,
+        device: torch.device,
+        reductions: Reductions,
+    ) -> None:
+        self.source, self.options, self.train = course.source, options, course.train
+        self._course, self._placement, self._runners = course, course.placement, runners
+        self._groups, self._device, self._reductions = groups, device, reductions
+        self._spec, self._num_chunks = course.source.spec, course.placement.num_chunks
+        self._executor: Executor | None = None
+        self._agreement = Agreement({}, None)
+        self._loss: LossRunner | None = None
+        self._shapes: dict[tuple[tuple[str, int], ...], ChunkShapes] = {}
+
+    @property
+    def executor(self) -> Executor:
+        """Timings, counters and buffers; there is none before the first step."""
+        if self._executor is None:
+            raise BugError("the executor is made by the first step")
+        return self._executor
+
+    @property
+    def chunk_targets(self) -> list[Any]:
+        """The last step's targets by chunk, on the rank of the last stage; elsewhere nothing."""
+        return list((self._loss.targets if self._loss else None) or ())
+
+    # ---- a step
+
+    def begin(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, *, number: int, keep_output: bool
+    ) -> Executor:
+        """Agree on the batch and hand it out; the executor is ready to run its list."""
+        leaves = self._flatten(args, kwargs)
+        executor = self._executor or self._prepare(leaves, target)
+        header = self._share_header(leaves, target, number)
+        self._begin_inputs(leaves, target, header)
+        if self._loss is not None:
+            self._loss.begin()
+        sizes = chunk_sizes(header.rows, self._num_chunks)
+        shapes, seed = self._chunk_shapes(sizes, header), self.options.seed
+        executor.begin(
+            Step(number, seed, self._groups.replica, sizes, shapes, train=self.train, keep_output=keep_output)
+        )
+        return executor
+
+    def end(self, *, clock_base_ns: int) -> StepResult:
+        """Post the exchange that carries the loss and chunk times to every rank; StepResult waits for it."""
+        executor, loss = self.executor, self._loss
+        flat = [0.0] * (1 + 3 * self._num_chunks)
+        if loss is not None:
+            flat[0] = loss.result()
+        elif self._agreement.target is None and not self.train:
+            flat[0] = float("nan")
+        if self._groups.replica == 0:
+            self._stamp(executor.recorder, flat, clock_base_ns)
+        status = torch.tensor(flat, dtype=torch.float64, device=self._groups.comm_device)
+        result = StepResult(self, status, self._groups.sum_over_world(status))
+        if self._placement.rank == self._placement.last_rank:
+            result._leaves = executor.outputs()
+            result.weights = [float(size) for size in executor.step.chunk_sizes]
+        if loss is not None:
+            result.losses, result.weights = loss.losses, loss.weights
+        return result
+
+    def _stamp(self, recorder: Recorder, flat: list[float], base: int) -> None:
+        """Write first stage's forward start, last stage's forward end, first stage's backward end, per chunk."""
+        chunks, last = self._num_chunks, self._placement.last_stage
+        for index, action in enumerate(recorder.actions):
+            if action.op is Op.F:
+                if action.stage == 0:
+                    flat[1 + action.chunk] = recorder.start_ns[index] - base
+                if action.stage == last:
+                    flat[1 + chunks + action.chunk] = recorder.end_ns[index] - base
+            elif action.op in (Op.B, Op.I) and action.stage == 0:
+                flat[1 + 2 * chunks + action.chunk] = recorder.end_ns[index] - base
+
+    # ---- the first step
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        if not given:
+            return [None] * len(self._spec.inputs)
+        return self.source.flatten_inputs(args, kwargs)
+
+    def _prepare(self, leaves: Sequence[Any], target: Any) -> Executor:
+        """Agree on ownership, lower again with the input transfers, verify, bind."""
+        rank, groups = self._placement.rank, self._groups
+        mine = self._given = Given.of(leaves, target, self._course.fingerprint)
+        texts = [mine.to_json()]
+        if groups.pipeline is not None:
+            texts = exchange_text(texts[0], groups.pipeline, groups.comm_device)
+        given = [Given.from_json(text) for text in texts]
+        has_loss = self.train or any(each.target_tree is not None for each in given)
+        self._agreement = agree(self._placement, given, has_loss=has_loss)
+        actions = self._course.lists(self._agreement)[rank]
+        transport = groups.transport()
+        self._inputs = InputExchange(
+            self._spec, self._agreement.parcels, self._placement.stage_ranks, rank, transport, self._device
+        )
+        if has_loss and rank == self._placement.last_rank:
+            self._loss = self._make_loss()
+        self._executor = Executor(
+            self._placement,
+            actions,
+            self._runners,
+            transport,
+            self._inputs,
+            self._loss,
+            self._reductions,
+            self._device,
+        )
+        return self._executor
+
+    def _make_loss(self) -> LossRunner:
+        return LossRunner(
+            self._spec,
+            self._inputs,
+            self._agreement.target_tree,
+            self.source.unflatten_output,
+            self.options.loss_fn,
+            self.options.loss_weight,
+            self._groups.replicas,
+        )
+
+    # ---- the header
+
+    @property
+    def _sent_target_ndims(self) -> tuple[int, ...]:
+        """Dimensions of the target's leaves where the target travels from rank 0; empty where it does not."""
+        if self._agreement.target is None or not any(p.target for p in self._agreement.parcels.values()):
+            return ()
+        return self._agreement.target.target_ndims
+
+    def _share_header(self, leaves: Sequence[Any], target: Any, number: int) -> Header:
+        """Rank 0 reads rows and sizes off its arguments and tells the others."""
+        fixed = [symbol for symbol in self._spec.symbols if not symbol.is_batch]
+        ndims = self._sent_target_ndims
+        transport, device = self._groups.transport(), self._groups.comm_device
+        if self._placement.rank != 0:
+            buffer = torch.empty(Header.length(len(fixed), ndims), dtype=torch.int64, device=device)
+            settle(transport.recv([buffer], 0, TAG_HEADER), 0)
+            header = Header.unpack(buffer, len(fixed), ndims)
+            self._check_given(leaves, target, number)
+            self._check_own(leaves, header)
+            return header
+        packed = torch.full((Header.length(len(fixed), ndims),), -1, dtype=torch.int64, device=device)  # "refused"
+        try:
+            header = self._read_header(leaves, target, ndims, number)
+            packed = header.pack(device)
+        finally:
+            peers = range(1, max(self._placement.stage_ranks) + 1)
+            works = [(transport.send([packed], peer, TAG_HEADER), peer) for peer in peers]
+            for work, peer in works:
+                settle(work, peer)
+        return header
+
+    def _read_header(self, leaves: Sequence[Any], target: Any, ndims: Sequence[int], number: int) -> Header:
+        self._check_given(leaves, target, number)
+        spec = self._spec
+        rows = chunking.batch_rows(spec, leaves)
+        if rows is None:
+            raise UserError("rank 0 (the first stage) was given no argument that carries the batch")
+        sizes = chunk_sizes(rows, self._num_chunks)
+        chunking.check_fixed_shapes(spec, leaves, sizes)
+        values = chunking.symbol_values(spec, leaves, sizes)[sizes[0]]
+        fixed = [symbol for symbol in spec.symbols if not symbol.is_batch]
+        missing = [spec.inputs[symbol.graph_input].name for symbol in fixed if symbol.name not in values]
+        if missing:
+            raise UserError(f"rank 0 (the first stage) must be given {', '.join(missing)}: it decides a size")
+        target_sizes: tuple[tuple[int, ...], ...] = ()
+        if ndims:
+            tensors = [t for t in pytree.tree_leaves(target) if isinstance(t, Tensor)]
+            if [t.ndim for t in tensors] != list(ndims):
+                raise ShapeError(
+                    f"the target has {[t.ndim for t in tensors]} dimensions; at first it had {list(ndims)}"
+                )
+            target_sizes = tuple(tuple(t.shape) for t in tensors)
+        return Header(rows, tuple(values[symbol.name] for symbol in fixed), target_sizes)
+
+    def _check_given(self, leaves: Sequence[Any], target: Any, number: int) -> None:
+        """Refuse a step that lacks what this rank passed on the first one."""
+        pairs = zip(self._spec.inputs, self._given.inputs, leaves, strict=True)
+        missing = [declared.name for declared, given, leaf in pairs if given and not isinstance(leaf, Tensor)]
+        if self._given.target_tree is not None and target is None:
+            missing.append("target")
+        if missing:
+            raise UserError(
+                f"rank {self._placement.rank} passed {', '.join(missing)} on the first step but not on step {number}; "
+                "who passes what is agreed once: pass the same on every step"
+            )
+
+    def _check_own(self, leaves: Sequence[Any], header: Header) -> None:
+        rows = chunking.batch_rows(self._spec, leaves)
+        if rows is not None and rows != header.rows:
+            raise ShapeError(
+                f"rank {self._placement.rank} was given {rows} rows, rank 0 {header.rows}; pass the same batch"
+            )
+        chunking.check_fixed_shapes(self._spec, leaves, chunk_sizes(header.rows, self._num_chunks))
+
+    # ---- the batch
+
+    def _chunk_shapes(self, sizes: Sequence[int], header: Header) -> dict[int, ChunkShapes]:
+        symbols = self._spec.symbols
+        fixed = dict(zip([s.name for s in symbols if not s.is_batch], header.symbols, strict=True))
+        shapes = {}
+        for size in set(sizes):
+            values = fixed | {s.name: size for s in symbols if s.is_batch}
+            key = tuple(sorted(values.items()))
+            if key not in self._shapes:
+                self._shapes[key] = ChunkShapes(self._spec, values)
+            shapes[size] = self._shapes[key]
+        return shapes
+
+    def _begin_inputs(self, leaves: Sequence[Any], target: Any, header: Header) -> None:
+        spec, agreed = self._spec, self._agreement.target
+        values = {s.name: header.rows for s in spec.symbols if s.is_batch}
+        values |= dict(zip([s.name for s in spec.symbols if not s.is_batch], header.symbols, strict=True))
+        shapes: list[WholeShape] = []
+        for declared in spec.inputs:
+            if declared.tensor is None:
+                shapes.append(((), torch.float32))
+                continue
+            sizes = [evaluate(dim, values) for dim in declared.tensor.shape]
+            if declared.split_dim is not None:
+                sizes[declared.split_dim] = header.rows
+            shapes.append((tuple(sizes), torch_dtype(declared.tensor.dtype)))
+        dtypes = [torch_dtype(name) for name in agreed.target_dtypes] if agreed else []
+        target_shapes: list[WholeShape] = list(zip(header.target_sizes, dtypes, strict=False))
+        leaves_of_target = pytree.tree_leaves(target) if target is not None else [None] * len(dtypes)
+        self._inputs.begin(leaves, leaves_of_target, shapes, target_shapes)
