@@ -1,5 +1,7 @@
 """Compute orders and their lowering: what each schedule promises, for any numbers that it takes."""
 
+import random
+
 import pytest
 
 from stagekit.errors import ScheduleError
@@ -166,6 +168,21 @@ def test_zb_auto_stays_within_its_memory_limit_and_uses_more_where_it_has_more()
         assert max(timeline.peak_held) <= limit
         spans.append(timeline.cost)
     assert spans == sorted(spans, reverse=True) and spans[-1] < spans[0]
+
+
+def test_zb_auto_keeps_any_limit_on_any_table():
+    for seed in range(100):
+        rng = random.Random(seed)
+        ranks, chunks = rng.randint(1, 4), rng.randint(1, 9)
+        stage_ranks = [*range(ranks), *(rng.randrange(ranks) for _ in range(rng.randint(0, ranks + 2)))]
+        rng.shuffle(stage_ranks)
+        times = [tuple(rng.choice((0.0, 0.5, 1.0, rng.uniform(0.1, 2))) for _ in stage_ranks) for _ in range(3)]
+        costs = Costs(*times, hop=rng.choice((0, 0.1, 1.5)), kept=rng.choice((0, 0.43, 1.0)))
+        most = max(map(stage_ranks.count, range(ranks)))
+        limit = rng.choice((most, most + 0.5, 2 * most, 2 * ranks * most))
+        orders = compute_order("zb-auto", stage_ranks, ranks, chunks, costs=costs, memory_limit=limit)
+        verify(orders, stage_ranks, chunks, Routes.chain(len(stage_ranks)), transport=Transport.IMPLICIT)
+        assert max(forecast(orders, stage_ranks, costs).peak_held) <= limit + 1e-9, f"seed {seed}"
 
 
 def test_zb_auto_refuses_a_limit_below_the_stages_of_a_rank():
