@@ -22,6 +22,7 @@ from stagekit.plan.transports import Channel, Transport, wire
 
 Lists = tuple[tuple[Action, ...], ...]
 Window = int | None | Mapping[Channel, int | None]
+Made = Sequence[Sequence[Sequence[tuple[Action, Action]]]]  # by rank and compute position: (send, its receive)
 
 
 def receive_window(schedule: str) -> int | None:
@@ -59,11 +60,12 @@ def lower(
                     "lowering adds the transfers itself"
                 )
     near = Neighbours(routes, len(stage_ranks))
+    made = [[_transfers(action, stage_ranks, near) for action in row] for row in orders]
     if transport is Transport.ORDERED:
-        rows = _in_pair_order(orders, stage_ranks, routes, near)
+        rows = _in_pair_order(orders, made, stage_ranks, routes)
     else:
-        latest = _latest_posts(orders, stage_ranks, routes, near)
-        rows = _hoisted(orders, stage_ranks, near, window, transport, latest)
+        latest = {} if window is None else _latest_posts(orders, made, stage_ranks, routes)
+        rows = _hoisted(orders, made, _by_wire(orders, made, stage_ranks, transport), window, latest)
     return tuple(
         (*_input_transfers(rank, stage_ranks, routes, transport), *row, *_reductions(rank, stage_ranks, routes))
         for rank, row in enumerate(rows)
@@ -72,10 +74,9 @@ def lower(
 
 def _hoisted(
     orders: Sequence[Sequence[Action]],
-    stage_ranks: Sequence[int],
-    near: Neighbours,
+    made: Made,
+    wires: Mapping[object, Sequence[tuple[Channel, int, Action]]],
     window: Window,
-    transport: Transport,
     latest: Mapping[Action, int],
 ) -> list[list[Action]]:
     """Return the lists with each receive `window` compute actions before its consumer, in its sender's order.
@@ -83,7 +84,7 @@ def _hoisted(
     Earlier than that where `latest` says so, or where its queue has one behind it that is posted earlier.
     """
     posts: list[list[tuple[int, int, Action]]] = [[] for _ in orders]  # (post before, consumer), both compute positions
-    for receives in _by_wire(orders, stage_ranks, near, transport).values():
+    for receives in wires.values():
         target_rank = receives[0][0].target_rank
         at = first_use = len(orders[target_rank])
         from_the_last = []
@@ -104,21 +105,21 @@ def _hoisted(
                 result.append(waiting[k][2])
                 k += 1
             result.append(action)
-            result += (send for send, _ in _transfers(action, stage_ranks, near))
+            result += [send for send, _ in made[rank][index]]
         rows.append(result)
     return rows
 
 
 def _latest_posts(
-    orders: Sequence[Sequence[Action]], stage_ranks: Sequence[int], routes: Routes, near: Neighbours
+    orders: Sequence[Sequence[Action]], made: Made, stage_ranks: Sequence[int], routes: Routes
 ) -> dict[Action, int]:
     """Return where receives must be posted for the sake of their senders' credits; nothing where all have enough."""
     trains = any(action.op in (Op.B, Op.I) for row in orders for action in row)
     sends = [
         (rank, position, send, receive)
-        for rank, row in enumerate(orders)
-        for position, action in enumerate(row)
-        for send, receive in _transfers(action, stage_ranks, near)
+        for rank, row in enumerate(made)
+        for position, pairs in enumerate(row)
+        for send, receive in pairs
         if uses_credit(send.op, send.stage, receive.stage, routes, trains=trains)
     ]
     most = Counter((send.stage, stage_ranks[receive.stage]) for _, _, send, receive in sends).most_common(1)
@@ -129,7 +130,7 @@ def _latest_posts(
 
 
 def _by_wire(
-    orders: Sequence[Sequence[Action]], stage_ranks: Sequence[int], near: Neighbours, transport: Transport
+    orders: Sequence[Sequence[Action]], made: Made, stage_ranks: Sequence[int], transport: Transport
 ) -> dict[object, list[tuple[Channel, int, Action]]]:
     """Return the receives of each wire in their sender's order, with the position of the action that needs them."""
     consumers = {
@@ -139,42 +140,48 @@ def _by_wire(
         if action.op is not Op.W
     }
     wires: dict[object, list[tuple[Channel, int, Action]]] = defaultdict(list)
-    for rank, row in enumerate(orders):
-        for action in row:
-            for _, receive in _transfers(action, stage_ranks, near):
-                channel = Channel(rank, stage_ranks[receive.stage], "F" if action.op is Op.F else "B")
-                consumer = consumers.get((action.op is Op.F, receive.stage, action.chunk))
+    keys: dict[Channel, object] = {}
+    for rank, row in enumerate(made):
+        for pairs in row:
+            for _, receive in pairs:
+                is_forward = receive.op is Op.RECV_F
+                channel = Channel(rank, stage_ranks[receive.stage], "F" if is_forward else "B")
+                if channel not in keys:
+                    keys[channel] = wire(transport, channel) or channel
+                consumer = consumers.get((is_forward, receive.stage, receive.chunk))
                 if consumer is not None:  # the verifier says what is missing
-                    wires[wire(transport, channel) or channel].append((channel, consumer, receive))
+                    wires[keys[channel]].append((channel, consumer, receive))
     return wires
 
 
 def _in_pair_order(
-    orders: Sequence[Sequence[Action]], stage_ranks: Sequence[int], routes: Routes, near: Neighbours
+    orders: Sequence[Sequence[Action]], made: Made, stage_ranks: Sequence[int], routes: Routes
 ) -> list[list[Action]]:
     """Return the lists with send and receive at the same place of one order over all ranks."""
     rows: list[list[Action]] = [[] for _ in orders]
     for rank, position in compute_order_of(orders, stage_ranks, routes):
-        action = orders[rank][position]
-        rows[rank].append(action)
-        for send, receive in _transfers(action, stage_ranks, near):
+        rows[rank].append(orders[rank][position])
+        for send, receive in made[rank][position]:
             rows[rank].append(send)
             rows[stage_ranks[receive.stage]].append(receive)
     return rows
 
 
-def _transfers(action: Action, stage_ranks: Sequence[int], near: Neighbours) -> Iterator[tuple[Action, Action]]:
-    """Yield the (send, receive) pairs of what `action` makes."""
-    stage, chunk = action.stage, action.chunk
-    if action.op is Op.F:
+def _transfers(action: Action, stage_ranks: Sequence[int], near: Neighbours) -> list[tuple[Action, Action]]:
+    """Return the (send, receive) pairs of what `action` makes."""
+    op, stage, chunk, _ = action
+    if op is Op.F:
         peers, send, receive = near.readers[stage], Op.SEND_F, Op.RECV_F
-    elif action.op is not Op.W:
+    elif op is not Op.W:
         peers, send, receive = near.gradient_readers[stage], Op.SEND_B, Op.RECV_B
     else:
-        return
-    for peer in peers:
-        if stage_ranks[peer] != stage_ranks[stage]:
-            yield Action(send, stage, chunk, peer), Action(receive, peer, chunk, stage)
+        return []
+    here = stage_ranks[stage]
+    return [
+        (Action(send, stage, chunk, peer), Action(receive, peer, chunk, stage))
+        for peer in peers
+        if stage_ranks[peer] != here
+    ]
 
 
 def _input_transfers(rank: int, stage_ranks: Sequence[int], routes: Routes, transport: Transport) -> Iterator[Action]:
