@@ -16,7 +16,8 @@ from stagekit.plan.actions import COMPUTE, to_csv
 from stagekit.plan.costs import Costs
 from stagekit.plan.lowering import Window
 from stagekit.plan.pictures import chrome_trace, gantt, svg
-from stagekit.plan.schedules import NAMES, SCHEDULES, csv_file, is_file, table_for
+from stagekit.plan.schedules import csv_file
+from stagekit.plan.schedules.registry import NAMES, SCHEDULES, is_file, table_for
 from stagekit.plan.transports import Transport
 from stagekit.plan.trial import Trial, try_lists, try_schedule
 

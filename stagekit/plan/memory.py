@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from stagekit.errors import SplitError
 from stagekit.plan.actions import Op
-from stagekit.plan.schedules import compute_order, table_for
+from stagekit.plan.schedules.registry import compute_order, table_for
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 

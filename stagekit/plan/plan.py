@@ -16,7 +16,7 @@ from stagekit.errors import UserError
 from stagekit.plan.actions import Op, to_csv
 from stagekit.plan.contract import ModelSpec, StageSpec, TensorSpec
 from stagekit.plan.lowering import Lists, Routes, lower, receive_window, routes_of
-from stagekit.plan.schedules import compute_order, table_for
+from stagekit.plan.schedules.registry import compute_order, table_for
 from stagekit.plan.shapes import evaluate
 from stagekit.plan.timeline import Timeline, gantt, simulate
 from stagekit.plan.transports import Transport

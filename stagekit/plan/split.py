@@ -12,7 +12,7 @@ from typing import Any
 
 from stagekit.errors import SplitError
 from stagekit.plan.memory import chunks_in_flight
-from stagekit.plan.schedules import table_for
+from stagekit.plan.schedules.registry import table_for
 
 COSTS = ("measured", "flops", "bytes")
 _UNITS = {

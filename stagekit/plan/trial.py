@@ -14,7 +14,8 @@ from stagekit.plan.costs import Costs
 from stagekit.plan.dependencies import Cell
 from stagekit.plan.lowering import Lists, Window, lower, receive_window
 from stagekit.plan.routes import Routes
-from stagekit.plan.schedules import compute_order, csv_file
+from stagekit.plan.schedules import csv_file
+from stagekit.plan.schedules.registry import compute_order
 from stagekit.plan.timeline import Timeline, simulate
 from stagekit.plan.transports import Transport
 from stagekit.plan.verify import verify

@@ -3,7 +3,7 @@
 from stagekit.plan.actions import Op
 from stagekit.plan.lowering import lower, receive_window
 from stagekit.plan.routes import Routes
-from stagekit.plan.schedules import NAMES, compute_order, table_for
+from stagekit.plan.schedules.registry import NAMES, compute_order, table_for
 from stagekit.plan.transports import Channel, Transport
 
 TWO_PER_RANK = ("zb-v", "v-half", "dualpipe-v", "bfs", "interleaved")

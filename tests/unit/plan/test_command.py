@@ -8,7 +8,7 @@ import pytest
 
 from stagekit.plan.__main__ import main
 from stagekit.plan.actions import from_csv
-from stagekit.plan.schedules import NAMES, SCHEDULES, placement
+from stagekit.plan.schedules.registry import NAMES, SCHEDULES, placement
 from stagekit.plan.transports import Transport
 from tests.unit.plan.cases import lowered
 

@@ -10,7 +10,8 @@ from stagekit.errors import ScheduleError
 from stagekit.plan.actions import Action, Op, from_csv, parse_action, to_csv
 from stagekit.plan.costs import Costs
 from stagekit.plan.routes import Routes
-from stagekit.plan.schedules import NAMES, compute_order, csv_file, table_for
+from stagekit.plan.schedules import csv_file
+from stagekit.plan.schedules.registry import NAMES, compute_order, table_for
 from stagekit.plan.transports import Transport
 from stagekit.plan.trial import try_lists
 from stagekit.plan.verify import verify

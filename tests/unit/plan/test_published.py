@@ -7,7 +7,7 @@ import pytest
 
 from stagekit.plan.costs import Costs
 from stagekit.plan.routes import Routes
-from stagekit.plan.schedules import compute_order, placement
+from stagekit.plan.schedules.registry import compute_order, placement
 from stagekit.plan.timeline import simulate
 from stagekit.plan.transports import Transport
 from stagekit.plan.verify import verify

@@ -10,7 +10,7 @@ from stagekit.plan.costs import Costs
 from stagekit.plan.forecast import forecast
 from stagekit.plan.lowering import Routes, lower
 from stagekit.plan.plan import verified_lists
-from stagekit.plan.schedules import NAMES, compute_order, placement, table_for
+from stagekit.plan.schedules.registry import NAMES, compute_order, placement, table_for
 from stagekit.plan.timeline import peak_held
 from stagekit.plan.transports import Channel
 from stagekit.plan.trial import try_lists, try_schedule

@@ -12,7 +12,7 @@ from stagekit.errors import ScheduleError
 from stagekit.plan.actions import RECVS, SENDS, Action, Op
 from stagekit.plan.lowering import lower
 from stagekit.plan.routes import Routes
-from stagekit.plan.schedules import compute_order
+from stagekit.plan.schedules.registry import compute_order
 from stagekit.plan.timeline import simulate
 from stagekit.plan.transports import Transport
 from stagekit.plan.verify import verify

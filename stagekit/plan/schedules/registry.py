@@ -1,0 +1,107 @@
+"""Compute orders: which chunk runs when on each rank. Transfers are added by lowering, nothing here knows of them.
+
+One module per family beside this one; SCHEDULES names them. Called by stagekit.plan.plan and `python -m stagekit.plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stagekit.errors import ScheduleError
+from stagekit.plan.costs import Costs as Costs
+from stagekit.plan.schedules import (
+    automatic,
+    csv_file,
+    dualpipe,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    streaming,
+    v_half,
+    zb_v,
+)
+from stagekit.plan.schedules.tables import Orders as Orders
+from stagekit.plan.schedules.tables import placement as placement
+from stagekit.plan.schedules.tables import stages_of as stages_of
+from stagekit.plan.schedules.tables import v_placement as v_placement
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a name stands for: its lists (of a stage → rank table, ranks, chunks), and the table it wants."""
+
+    orders: Callable[[Sequence[int], int, int], Orders]
+    table: Callable[[int, int], tuple[int, ...]] = placement  # (stages, ranks) → rank of each stage
+    stages_per_rank: int = 1  # unless told: 2 where nothing else would do
+
+
+AUTOMATIC = "zb-auto"  # alone asks for costs and a memory limit
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": Schedule(gpipe.orders),
+    "1f1b": Schedule(one_f_one_b.one_f_one_b),
+    "interleaved": Schedule(interleaved.orders),
+    "bfs": Schedule(gpipe.orders),
+    "zb-h1": Schedule(one_f_one_b.zb_h1),
+    "zb-h2": Schedule(one_f_one_b.zb_h2),
+    "zb-v": Schedule(zb_v.orders, v_placement, 2),
+    "v-half": Schedule(v_half.orders, v_placement, 2),
+    "eager-1f1b": Schedule(one_f_one_b.eager_one_f_one_b),
+    "dualpipe-v": Schedule(dualpipe.orders, v_placement, 2),
+    "forward": Schedule(streaming.orders),
+}
+NAMES = (*SCHEDULES, AUTOMATIC)
+
+
+def is_file(schedule: str) -> bool:
+    """Say whether `schedule` names a CSV file."""
+    return schedule.lower().endswith(".csv")
+
+
+def table_for(schedule: str, num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """Return the rank of each stage that `schedule` wants. Raises ScheduleError for a file about other numbers."""
+    if is_file(schedule):
+        lists = csv_file.load(schedule)
+        table = csv_file.table_of(lists)
+        if (len(table), len(lists)) != (num_stages, num_ranks):
+            raise ScheduleError(
+                f"schedule {schedule} is for {len(table)} stages on {len(lists)} ranks, not for {num_stages} on {num_ranks}"
+            )
+        return table
+    return (
+        SCHEDULES[schedule].table(num_stages, num_ranks) if schedule in SCHEDULES else placement(num_stages, num_ranks)
+    )
+
+
+def compute_order(
+    schedule: str,
+    stage_ranks: Sequence[int],
+    num_ranks: int,
+    num_chunks: int,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+) -> Orders:
+    """Return each rank's F, B, I and W.
+
+    `costs` (all equal by default) and `memory_limit` (most (stage, chunk) activations of a rank) are for zb-auto.
+    Raises ScheduleError for a schedule that is unknown or can't run these numbers, and says which would do.
+    """
+    if num_chunks < 1:
+        raise ScheduleError(f"chunks is {num_chunks}; at least 1 is needed")
+    if not stage_ranks or set(stage_ranks) != set(range(num_ranks)):
+        raise ScheduleError(
+            f"stages are on ranks {list(stage_ranks)}; each of the {num_ranks} ranks needs at least one stage"
+        )
+    if is_file(schedule):
+        lists = csv_file.load(schedule)
+        if csv_file.num_chunks_of(lists) != num_chunks:
+            raise ScheduleError(
+                f"schedule {schedule} is for {csv_file.num_chunks_of(lists)} chunks, not for {num_chunks}"
+            )
+        return csv_file.compute_only(lists)
+    if schedule == AUTOMATIC:
+        return automatic.orders(stage_ranks, num_ranks, num_chunks, costs or Costs.unit(len(stage_ranks)), memory_limit)
+    if schedule not in SCHEDULES:
+        raise ScheduleError(f'schedule "{schedule}" is unknown; there are {", ".join(NAMES)}, or a .csv file')
+    return SCHEDULES[schedule].orders(stage_ranks, num_ranks, num_chunks)
