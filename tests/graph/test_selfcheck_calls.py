@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ class Model(nn.Module):
     def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.a, self.c, self.run = nn.Linear(6, 6), nn.Linear(6, 6), run
-        self.n, self.seen, self.counts = 0, [0], {"calls": 0}
+        self.n, self.seen, self.counts, self.time = 0, [0], {"calls": 0}, 0.0
+        self.state, self.mixed = SimpleNamespace(n=0), {"scale": torch.ones(6), "now": [SimpleNamespace(n=0)]}
 
     def forward(self, x: Tensor) -> Any:
         return self.run(self, x)
@@ -80,6 +82,82 @@ def test_a_counter_that_decides_in_a_later_call_is_refused(run: Any) -> None:
         capture(Model(run), (torch.randn(4, 6),))
 
 
+def sixth_by_a_dict(m: Any) -> bool:
+    m.counts["calls"] += 1
+    return bool(m.counts["calls"] == 6)
+
+
+def sixth_by_a_list_element(m: Any) -> bool:
+    m.seen[0] += 1
+    return bool(m.seen[0] == 6)
+
+
+def sixth_by_a_length(m: Any) -> bool:
+    m.seen.append(0)
+    return len(m.seen) == 7
+
+
+def sixth_by_a_float(m: Any) -> bool:
+    m.time += 1.0
+    return bool(m.time == 6)
+
+
+def sixth_by_a_set(m: Any) -> bool:
+    m.n += 1
+    return m.n in {6, 9}
+
+
+def sixth_by_a_ratio(m: Any) -> bool:
+    m.n += 1
+    return bool(1 < m.n / 5 < 1.3)
+
+
+def sixth_by_bits(m: Any) -> bool:
+    m.n += 1
+    return bool(m.n & 7 == 6)
+
+
+def past_the_fifth_in_a_namespace(m: Any) -> bool:
+    m.state.n += 1
+    return bool(m.state.n > 5)
+
+
+def sixth_beside_a_tensor(m: Any) -> bool:
+    m.mixed["now"][0].n += 1
+    return bool(m.mixed["now"][0].n == 6)
+
+
+@pytest.mark.parametrize(
+    ("is_sixth", "kept"),
+    [
+        (sixth_by_a_dict, "counts"),
+        (sixth_by_a_list_element, "seen"),
+        (sixth_by_a_length, "seen"),
+        (sixth_by_a_float, "time"),
+        (sixth_by_a_set, "n"),
+        (sixth_by_a_ratio, "n"),
+        (sixth_by_bits, "n"),
+        (past_the_fifth_in_a_namespace, r"state\.n"),
+        (sixth_beside_a_tensor, r"mixed\.now\.0\.n"),
+    ],
+)
+def test_a_model_that_does_something_else_in_its_sixth_call_is_refused_however_it_counts(
+    is_sixth: Callable[[Any], bool], kept: str
+) -> None:
+    model = Model(lambda m, x: m.c(m.a(x) * 2 if is_sixth(m) else m.a(x)))
+    with pytest.raises(CaptureError, match=rf"call.*with.* {kept}.*, output 0 differs.*buffer"):
+        capture(model, (torch.randn(4, 6),))
+
+
+def test_a_factor_looked_up_by_the_number_of_the_call_is_refused() -> None:
+    def factor(m: Any, x: Tensor) -> Tensor:
+        m.n += 1
+        return m.c(m.a(x) * {6: 2.0}.get(m.n, 1.0))  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match=r"in call 6, with what forward keeps in n, output 0 differs"):
+        capture(Model(factor), (torch.randn(4, 6),))
+
+
 def only_counts(m: Any, x: Tensor) -> Tensor:
     m.n += 1
     m.seen.append(m.n)
@@ -92,6 +170,14 @@ def reports(m: Any, x: Tensor) -> Tensor:
     if m.n == 5 or m.n % 100 == 0 or m.n > 1000:
         m.seen.append(m.n)
     return m.c(m.a(x))  # type: ignore[no-any-return]
+
+
+def logs_a_mean(m: Any, x: Tensor) -> Tensor:
+    m.n += 1
+    h = m.a(x)
+    if m.n in {6, 9}:
+        m.mean = h.detach().mean()
+    return m.c(h)  # type: ignore[no-any-return]
 
 
 def noise_while_training(m: Any, x: Tensor) -> Tensor:
@@ -108,9 +194,14 @@ def and_a_mask(m: Any, x: Tensor) -> Any:
     return m.c(m.a(x)), x > 0
 
 
-@pytest.mark.parametrize("run", [only_counts, reports, noise_while_training, asks_for_gradients, and_a_mask])
+@pytest.mark.parametrize("run", [noise_while_training, asks_for_gradients, and_a_mask])
 def test_a_right_model_is_accepted(run: Any) -> None:
     assert capture(Model(run), (torch.randn(4, 6),)).self_check == "values"
+
+
+@pytest.mark.parametrize(("run", "names"), [(only_counts, "n, seen, counts"), (reports, "n"), (logs_a_mean, "n")])
+def test_a_model_that_only_counts_is_accepted_and_the_plan_names_what_it_counts(run: Any, names: str) -> None:
+    assert capture(Model(run), (torch.randn(4, 6),)).self_check.startswith(f"values; forward changes {names}: ")
 
 
 def test_an_encoder_in_eval_mode_with_a_padding_mask_is_accepted() -> None:

@@ -2,51 +2,103 @@
 
 A capture burns in what they were. Those that only count are harmless; whether one decides anything shows when the model
 runs with another value of it: a far one, or one for which a comparison that forward makes (`self.calls == 5`) turns out
-otherwise. graph.capture.selfcheck asks.
+otherwise, or one before which it ran other operations (graph.capture.later). graph.capture.selfcheck asks.
 """
 
 from __future__ import annotations
 
 import copy
+import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-Attributes = dict[tuple[str, str], Any]  # values by module path and attribute name
+Place = tuple[Any, ...]  # the names and keys that lead from the module to a value
+Attributes = dict[Place, Any]
 
+_DEPTH = 6  # of objects and containers in each other, below a module
+_MODULE_OWN = ("_parameters", "_buffers", "_modules")
 _MOST = 16  # values tried per attribute
 _FAR = 720720 * 1000  # divisible by every number up to 16 and by 1000, beyond any warm-up
 
 
 def plain_attributes(module: nn.Module) -> Attributes:
-    """Return copies of the numbers, flags, texts, and lists and dicts of them, that modules hold as attributes."""
-    return {
-        (path, name): copy.deepcopy(value)
-        for path, child in module.named_modules()
-        for name, value in vars(child).items()
-        if _is_plain(value)
-    }
+    """Return copies of the numbers, flags, texts, and lists and dicts of them, that modules and their objects hold."""
+    found: Attributes = {}
+    seen: set[int] = set()
+    for path, child in module.named_modules():
+        _collect(child, tuple(path.split(".")) if path else (), found, seen, _DEPTH)
+    return found
+
+
+def _collect(owner: Any, place: Place, found: Attributes, seen: set[int], depth: int) -> None:
+    """Add what `owner` holds, and what objects and containers in it hold, each object once."""
+    seen.add(id(owner))
+    for key, value in _held(owner):
+        if _is_plain(value):
+            found[(*place, key)] = copy.deepcopy(value)
+        elif depth and id(value) not in seen and _may_hold(value):
+            _collect(value, (*place, key), found, seen, depth - 1)
+
+
+def _held(owner: Any) -> list[tuple[Any, Any]]:
+    if isinstance(owner, nn.Module):
+        return [(key, value) for key, value in vars(owner).items() if key not in _MODULE_OWN]
+    if isinstance(owner, dict):
+        return list(owner.items())
+    return list(enumerate(owner)) if isinstance(owner, list) else list(vars(owner).items())
+
+
+def _may_hold(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return True
+    if isinstance(value, nn.Module | Tensor | type | types.ModuleType) or callable(value):
+        return False
+    return hasattr(value, "__dict__") and not type(value).__module__.startswith("torch.")
+
+
+def name_of(place: Place) -> str:
+    """Return a place as one would write it after `self.`."""
+    return ".".join(str(step) for step in place)
+
+
+def changed_between(before: Attributes, after: Attributes) -> list[Place]:
+    """Return the places whose values differ."""
+    return [place for place, value in after.items() if place in before and before[place] != value]
 
 
 def other_values(before: Attributes, after: Attributes) -> Iterator[Attributes]:
     """Yield other values for all attributes that one forward changed, none if it changed none."""
-    changed = [key for key, value in after.items() if key in before and before[key] != value]
+    changed = changed_between(before, after)
     for ahead in (1, 0) if changed else ():
         found = {key: _other(before[key], after[key], ahead) for key in changed}
         if any(found[key] != after[key] for key in changed):
             yield found
 
 
-def put(module: nn.Module, values: Mapping[tuple[str, str], Any]) -> None:
-    """Set the attributes of `module` and its submodules."""
-    for (path, name), value in values.items():
-        vars(module.get_submodule(path))[name] = value
+def put(module: nn.Module, values: Mapping[Place, Any]) -> None:
+    """Set what `plain_attributes` returned, in `module` or a copy of it."""
+    for place, value in values.items():
+        owner: Any = module
+        for step in place[:-1]:
+            owner = _step(owner, step)
+        held = owner if isinstance(owner, dict | list) and not isinstance(owner, nn.Module) else vars(owner)
+        held[place[-1]] = copy.deepcopy(value) if isinstance(value, list | dict | set | deque) else value
+
+
+def _step(owner: Any, step: Any) -> Any:
+    if isinstance(owner, nn.Module) and step in owner._modules:
+        return owner._modules[step]
+    return owner[step] if isinstance(owner, dict | list) else vars(owner)[step]
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | dict):
-        return all(_is_plain(item) for item in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return all(_is_plain(item) for item in value)
     return isinstance(value, bool | int | float | str | None)
 
 

@@ -22,9 +22,18 @@ from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
 from stagekit.graph.capture.copies import in_mode, skeleton_of, twin_of
-from stagekit.graph.capture.counters import Attributes, other_values, plain_attributes, put, turning_points
+from stagekit.graph.capture.counters import (
+    Attributes,
+    changed_between,
+    name_of,
+    other_values,
+    plain_attributes,
+    put,
+    turning_points,
+)
 from stagekit.graph.capture.draws import ConstantDraws
 from stagekit.graph.capture.functions import FunctionRecorder
+from stagekit.graph.capture.later import other_calls
 from stagekit.graph.capture.lines import line_of_error
 from stagekit.graph.capture.quirks import without_value_checks
 from stagekit.graph.capture.specs import Leaf
@@ -47,7 +56,7 @@ _STATE = "look for state kept outside of parameters and buffers: register it as 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a capture was checked ("values" or "structural"), and the smallest size of each symbol that it holds for."""
+    """How a capture was checked ("values …" or "structural"), and the smallest size of each symbol that it holds for."""
 
     kind: str
     minimum: Mapping[str, int]
@@ -70,8 +79,9 @@ def self_check(
             _check_start(captured, reference)
         reference = in_mode(reference.to(captured.device), captured.training)
         values = [leaf.value for leaf in leaves]
-        _check_values(captured, twin_of(reference), values, seed)
-        return Verdict("values", _smallest(captured, reference, values, seed))
+        changed = _check_values(captured, twin_of(reference), values, seed)
+        kind = f"values; forward changes {changed}: tried in further calls, burned in beyond" if changed else "values"
+        return Verdict(kind, _smallest(captured, reference, values, seed))
     check_structure(captured, leaves)
     return Verdict("structural", {s.name: 1 if s.example == 1 else max(2, s.minimum) for s in _symbols(captured)})
 
@@ -120,8 +130,11 @@ def _agrees_at_one(
     return True
 
 
-def _check_values(captured: Captured, reference: nn.Module, given: list[Any], seed: int) -> None:
-    """Compare `reference`, which is used up, with the graph on its tensors, in several calls: state shows in later ones."""
+def _check_values(captured: Captured, reference: nn.Module, given: list[Any], seed: int) -> str:
+    """Compare `reference`, which is used up, with the graph on its tensors, in several calls: state shows in later ones.
+
+    Returns the names of the attributes that change from call to call.
+    """
     twin = twin_of(reference)
     _check_call(captured, reference, twin, given, seed, "")
     before = plain_attributes(reference)
@@ -129,21 +142,34 @@ def _check_values(captured: Captured, reference: nn.Module, given: list[Any], se
     after = plain_attributes(reference)
     for values in turning_points(before, after, functools.partial(_tried, captured, reference, given)):
         put(reference, values)
-        shown = ", ".join(f"{'.'.join(filter(None, key))} = {value}" for key, value in values.items())
+        shown = ", ".join(f"{name_of(place)} = {value}" for place, value in values.items())
         _check_call(captured, reference, twin, given, seed + 2, f"in a later call, with {shown} before it, ")
+    changed = changed_between(before, after)
+    names = ", ".join(map(name_of, changed))
+    if changed:
+        for number, values in other_calls(twin_of(reference), functools.partial(_called, captured, given), before):
+            put(reference, values)
+            _check_call(
+                captured, reference, twin, given, seed + 2, f"in call {number}, with what forward keeps in {names}, "
+            )
     for values in other_values(before, after):
         put(reference, values)
-        names = ", ".join(".".join(filter(None, key)) for key in values)
         _check_call(captured, reference, twin, given, seed + 3, f"once forward has changed {names} further, ")
+    return names
 
 
 def _tried(captured: Captured, reference: nn.Module, given: list[Any], values: Attributes) -> None:
     """Run the forward of a copy of `reference` with other attributes."""
     copied = twin_of(reference)
     put(copied, values)
-    args, kwargs = pytree.tree_unflatten([_copy_input(value, captured.device) for value in given], captured.in_tree)
     with torch.no_grad(), contextlib.suppress(Exception):  # what it compares before it fails counts as well
-        copied(*args, **kwargs)
+        _called(captured, given, copied)
+
+
+def _called(captured: Captured, given: list[Any], module: nn.Module) -> None:
+    """Run the forward of `module`."""
+    args, kwargs = pytree.tree_unflatten([_copy_input(value, captured.device) for value in given], captured.in_tree)
+    module(*args, **kwargs)
 
 
 def _check_call(
@@ -253,7 +279,7 @@ def _compare(what: str, expected: dict[Any, Any], got: dict[Any, Any], floor: fl
             continue
         else:
             text = f"is {_word(other)} instead of {_word(value)}"
-        hint = _STATE if "call, " in what or "further, " in what else _VALUES
+        hint = _STATE if " call" in what or "further, " in what else _VALUES
         raise CaptureError(f"the capture does not compute what the model computes: {what} {name} {text}; {hint}")
 
 
