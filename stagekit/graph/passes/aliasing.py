@@ -16,6 +16,10 @@ from torch.utils._pytree import tree_leaves
 from stagekit.graph.capture.functions import traits_of
 from stagekit.graph.passes.operators import is_foreign, may_draw
 
+# torch differentiates these in place, but not their functional twins
+_WITHOUT_DERIVATIVE = frozenset(
+    ("copy", "zero", "random", "uniform", "bernoulli", "exponential", "log_normal", "cauchy", "geometric")
+)
 _RUNNING_STATS = {"aten::batch_norm": (3, 4, 5), "aten::instance_norm": (3, 4, 5), "aten::native_batch_norm": (3, 4, 5)}
 
 
@@ -96,12 +100,22 @@ def writes_memory(node: fx.Node) -> bool:
 
 
 def functional_twin(node: fx.Node) -> Any:
-    """Return the overload that computes what an in-place node writes, or None."""
+    """Return the overload that computes, and differentiates, what an in-place node writes, or None.
+
+    Only torch's own names say so: an operator of the user's that is called like another one may be anything.
+    """
     namespace, _, name = schema_name(node).partition("::")
-    if not name.endswith("_") or name.endswith("__"):
+    base = name.removesuffix("_")
+    if namespace != "aten" or base == name or name.endswith("__"):
         return None
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    return getattr(packet, node.target._overloadname, None)  # type: ignore[union-attr]
+    if base in _WITHOUT_DERIVATIVE and _records(node) and any(n.meta["requires_grad"] for n in node.all_input_nodes):
+        return None
+    twin = getattr(getattr(torch.ops.aten, base, None), node.target._overloadname, None)  # type: ignore[union-attr]
+    return twin if twin is not None and _takes(twin) == _takes(node.target) else None
+
+
+def _takes(overload: Any) -> list[str]:
+    return [str(argument.type) for argument in overload._schema.arguments]
 
 
 def functionalise(graph: fx.Graph, storage_of: Mapping[str, int], kept: frozenset[int]) -> bool:
@@ -139,8 +153,12 @@ def _sharing(graph: fx.Graph, storage_of: Mapping[str, int]) -> dict[int, list[f
 
 def _keeps_gradient(node: fx.Node, target: fx.Node) -> bool:
     """Tell whether the written value stays a part of autograd's graph though the write is not recorded."""
-    records = next((values[0] for kind, *values in reversed(node.meta.get("context", ())) if kind == "grad"), True)
-    return not records and bool(target.meta.get("requires_grad"))
+    return not _records(node) and bool(target.meta.get("requires_grad"))
+
+
+def _records(node: fx.Node) -> bool:
+    """Tell whether autograd records the node."""
+    return bool(next((values[0] for kind, *values in reversed(node.meta.get("context", ())) if kind == "grad"), True))
 
 
 def _may_promote(node: fx.Node) -> bool:
@@ -184,7 +202,8 @@ def snapshot_buffers(graph: fx.Graph, storage_of: Mapping[str, int], states: set
             continue
         with graph.inserting_after(last):
             copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
-        copy.meta = {**last.meta, "val": placeholder.meta["val"]}
+        # whoever wrote without gradients, those who read may want one
+        copy.meta = {**last.meta, "val": placeholder.meta["val"], "context": ()}
         for node in same:
             node.replace_all_uses_with(copy, delete_user_cb=late.__contains__)
         changed = True
