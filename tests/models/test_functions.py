@@ -212,6 +212,29 @@ def test_random_numbers_of_a_custom_function_do_not_depend_on_the_cut() -> None:
         assert all(torch.equal(gradients[name], grad) for name, grad in results[0][1].items())
 
 
+def test_a_distribution_that_torch_samples_with_a_function_of_its_own_trains_alike_under_every_cut() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            weights = torch.distributions.Dirichlet(h.abs() + 1, validate_args=False).rsample()
+            beta = torch.distributions.Beta(h.detach().abs() + 1, h.detach().abs() + 1, validate_args=False)
+            return self.second(h * weights * beta.sample())
+
+    captured = capture(Model, (x_of(),))
+    assert captured.self_check == "values"
+    gradients = []
+    for stages in (1, 2):
+        chain = Chain(captured.cut("parameters", stages))
+        chain.backward(chain.forward((x_of(),), seed_base=4).square().sum())
+        gradients.append(chain.gradients())
+    assert gradients[0]["first.weight"].abs().max() > 0
+    assert all(torch.equal(gradients[1][name], grad) for name, grad in gradients[0].items())
+
+
 class Checkpointed(nn.Module):
     """Blocks that are recomputed in the backward; the very first one gets an input without gradient."""
 

@@ -143,7 +143,7 @@ def function_call(
         return cls.apply(*pytree.tree_unflatten(leaves, tree))
 
     call.__name__ = call.__qualname__ = cls.__name__
-    call.__module__ = cls.__module__
+    call.__module__ = __name__  # fx prints a function of a module of torch's as the name, which is the class there
     vars(call)["traits"] = traits
     return call
 
