@@ -28,12 +28,12 @@ from pydantic import (
 )
 
 from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
+from pipeapi.schedules import SCHEDULES, misfit
 from pipeapi.v1 import spec_pb2
 from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_duration, parse_size
 
 MAX_FILE_BYTES = 1 << 20
 MAX_SPEC_BYTES = 256 << 10  # a node tells each worker the whole job, and its environment again, in one line of 1 MiB
-SCHEDULES = ("gpipe", "1f1b")
 SPLITS = ("balanced", "balanced:measured", "balanced:flops", "balanced:bytes", "parameters", "layers", "bucket:25MiB")
 
 _NAME = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
@@ -84,7 +84,9 @@ class Pipeline(_Strict):
     """How the model is cut and in which order chunks run."""
 
     stages: int = Field(ge=1, le=4096, description="number of stages the model is cut into")
-    stages_per_rank: int = Field(1, ge=1, description="stages that one worker runs; must divide `stages`")
+    stages_per_rank: int = Field(
+        1, ge=1, description="stages that one worker runs; must divide `stages`; 2 for zb-v, v-half and dualpipe-v"
+    )
     replicas: int = Field(1, ge=1, le=4096, description="data-parallel copies of the whole pipeline")
     schedule: str = Field("1f1b", description="one of: " + ", ".join(SCHEDULES))
     chunks: int = Field(8, ge=1, le=65_536, description="parts that a batch is split into (microbatches)")
@@ -139,6 +141,8 @@ class Pipeline(_Strict):
     def _consistent(self) -> Pipeline:
         if self.stages % self.stages_per_rank:
             raise ValueError(f"stages_per_rank is {self.stages_per_rank}, which does not divide stages: {self.stages}")
+        if unfit := misfit(self.schedule, self.stages, self.stages_per_rank, self.chunks):
+            raise ValueError(" ".join(unfit))
         if isinstance(self.split, list) and len(self.split) != self.stages - 1:
             raise ValueError(
                 f"split names {len(self.split)} places where a stage begins, but {self.stages} stages need {self.stages - 1}"

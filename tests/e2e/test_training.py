@@ -59,6 +59,17 @@ def test_the_gpt_in_4_stages_on_2_nodes_equals_the_plain_loop_bit_for_bit(cluste
     assert ended.plan.bit_equal == "yes"
 
 
+def test_the_gpt_under_zero_bubble_in_4_stages_on_2_ranks_equals_the_plain_loop_bit_for_bit(cluster, tmp_path, plain):
+    ended = cluster.run(job("gpt", tmp_path, 6, schedule="zb-v", stages_per_rank=2))
+    losses, weights = plain("gpt", 6)
+    assert cluster.losses(ended.job_id) == losses
+    state = saved(tmp_path / "gpt-zb-v")
+    assert state.keys() == weights.keys()
+    assert [name for name in weights if not torch.equal(weights[name], state[name])] == []
+    assert ended.plan.bit_equal == "yes"
+    assert [list(worker.stages) for worker in ended.workers] == [[0, 3], [1, 2]]
+
+
 def test_a_convnet_with_batchnorm_equals_the_plain_loop_bit_for_bit(cluster, tmp_path, plain):
     ended = cluster.run(job("digits", tmp_path, 6))
     losses, weights = plain("digits", 6)

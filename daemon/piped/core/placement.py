@@ -1,7 +1,7 @@
 """Which slots a job gets: all of them at once, or none and the reason.
 
-Called by `jobs` alone. Rank = replica * pp_ranks + pp_rank; a rank owns the stages that are congruent to its
-pp_rank. The fewest nodes are taken, neighbours sit next to each other, and replicas take separate nodes where the
+Called by `jobs` alone. Rank = replica * pp_ranks + pp_rank; which stages a rank owns is its schedule's
+business. The fewest nodes are taken, neighbours sit next to each other, and replicas take separate nodes where the
 free slots allow it.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from piped.core.model import JobSpec, Node, NodeState, RankPlacement, Slot, SlotKey
+from piped.core.schedules import stages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def _seats_apart(spec: JobSpec, offers: list[Offer]) -> list[tuple[Node, Slot]] 
 
 def _rank(spec: JobSpec, rank: int, node: Node, slot: Slot) -> RankPlacement:
     replica, pp_rank = divmod(rank, spec.pp_ranks)
-    stages = tuple(range(pp_rank, spec.stages, spec.pp_ranks))
+    stages = stages_of(spec.schedule, spec.stages, spec.pp_ranks, pp_rank)
     return RankPlacement(rank, replica, stages, node.node_id, node.node_name, slot)
 
 

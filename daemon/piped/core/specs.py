@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 
 from piped.core.model import JobSpec
+from piped.core.schedules import SCHEDULES, misfit
 from piped.errors import FieldViolation, SpecError
 
-SCHEDULES = ("gpipe", "1f1b")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_RANKS = 4096
 MAX_SECONDS = 86_400
@@ -101,3 +101,5 @@ def _pipeline_violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
             f"{spec.stages} stages / {spec.stages_per_rank} per rank × {spec.replicas} replicas are {spec.world_size} "
             f"ranks; the limit is {MAX_RANKS}",
         )
+    elif unfit := misfit(spec.schedule, spec.stages, spec.stages_per_rank, spec.chunks):
+        yield f"pipeline.{unfit[0]}", unfit[1]

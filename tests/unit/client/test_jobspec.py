@@ -58,7 +58,22 @@ def test_a_good_file_survives_the_wire_unchanged():
         (
             "  chunks: 8",
             "  chunks: 8\n  schedule: 1f2b",
-            ['"1f2b" is none of gpipe, 1f1b; did you mean "1f1b"? (job.yaml:8:13)'],
+            ['"1f2b" is none of gpipe, 1f1b, interleaved,', 'did you mean "1f1b"? (job.yaml:8:13)'],
+        ),
+        (
+            "  chunks: 8",
+            "  schedule: zb-v",
+            ["stages_per_rank is 1, but zb-v runs 2 stages on each rank", "write stages_per_rank: 2 (job.yaml:6:3)"],
+        ),
+        (
+            "  chunks: 8",
+            "  schedule: zb-h1\n  stages_per_rank: 2",
+            ["stages_per_rank is 2, but zb-h1 runs 1 stage", "write stages_per_rank: 1, or schedule: interleaved"],
+        ),
+        (
+            "  chunks: 8",
+            "  schedule: dualpipe-v\n  stages_per_rank: 2\n  chunks: 3",
+            ["chunks is 3, but dualpipe-v on 2 ranks needs at least 4; write chunks: 4, or schedule: zb-v"],
         ),
         ("  chunks: 8", "  chunks: 8\n  stages_per_rank: 3", ["stages_per_rank is 3, which does not divide stages: 4"]),
         ("  chunks: 8", "  split: [a, b]", ["split names 2 places where a stage begins, but 4 stages need 3"]),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
 from pipeapi import jobspec, values
+from pipeapi import schedules as ours
 from pipeapi.v1 import cluster_pb2, nodes_pb2
 from piped import wire
+from piped.core import schedules as theirs
 from piped.core import specs
 from piped.errors import SpecError
 from piped.node import convert
 from piped.node.attempt_dir import AttemptDir
 from piped.node.orders import Place, start_message
+from stagekit.errors import ScheduleError
+from stagekit.plan.schedules.registry import NAMES as NAMES_THAT_RUN
+from stagekit.plan.schedules.registry import compute_order, table_for
 from tests.unit.core.build import spec
 
 NAMES = ["gpt", "a", "a.b-c", "a" * 63, "a" * 64, "A", "a_b", "-a", "a-", "", "a b", "é"]
@@ -102,5 +108,32 @@ def test_the_longest_job_fits_into_the_line_that_starts_a_rank(tmp_path):
     start_message(attempt, attempt.ranks[0], AttemptDir(tmp_path, 1), place)
 
 
-def test_both_know_the_same_schedules():
-    assert specs.SCHEDULES == jobspec.SCHEDULES
+def test_client_coordinator_and_library_know_the_same_schedules():
+    assert ours.SCHEDULES == theirs.SCHEDULES == tuple(name for name in NAMES_THAT_RUN if name != "forward")
+
+
+def can_run(schedule, stages, ranks, chunks):
+    try:
+        compute_order(schedule, table_for(schedule, stages, ranks), ranks, chunks)
+    except ScheduleError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("schedule", ours.SCHEDULES)
+def test_a_job_is_refused_for_just_the_numbers_that_its_schedule_cannot_run(schedule):
+    for stages, per_rank, chunks in itertools.product(range(1, 9), range(1, 5), (1, 3, 4, 8)):
+        if stages % per_rank == 0:
+            unfit = ours.misfit(schedule, stages, per_rank, chunks)
+            assert unfit == theirs.misfit(schedule, stages, per_rank, chunks)
+            assert (unfit is None) == can_run(schedule, stages, stages // per_rank, chunks), (stages, per_rank, chunks)
+
+
+@pytest.mark.parametrize("schedule", ours.SCHEDULES)
+def test_the_coordinator_places_the_stages_where_the_library_runs_them(schedule):
+    for stages, per_rank in itertools.product(range(1, 9), (1, 2, 4)):
+        ranks = stages // per_rank
+        if stages % per_rank == 0 and ours.misfit(schedule, stages, per_rank, 16) is None:
+            table = table_for(schedule, stages, ranks)
+            placed = [theirs.stages_of(schedule, stages, ranks, rank) for rank in range(ranks)]
+            assert placed == [tuple(s for s in range(stages) if table[s] == rank) for rank in range(ranks)]

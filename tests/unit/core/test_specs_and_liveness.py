@@ -16,6 +16,8 @@ from tests.unit.core.build import spec
         ({"stages": 0}, "pipeline.stages", "at least 1"),
         ({"chunks": 0}, "pipeline.chunks", "at least 1"),
         ({"schedule": "dance"}, "pipeline.schedule", "gpipe, 1f1b"),
+        ({"schedule": "zb-v"}, "pipeline.stages_per_rank", "write stages_per_rank: 2"),
+        ({"schedule": "dualpipe-v", "stages": 8, "stages_per_rank": 2, "chunks": 7}, "pipeline.chunks", "chunks: 8"),
         ({"steps": 0}, "train.steps", "at least 1"),
         ({"log_every": 0}, "train.log_every", "at least 1"),
         ({"device": "tpu"}, "resources.device", "auto, cpu, cuda"),
@@ -40,7 +42,7 @@ def test_stages_that_do_not_divide_are_refused_with_all_four_numbers():
 
 
 def test_a_good_spec_passes():
-    check(spec(stages=4, stages_per_rank=2, env=(("OMP_NUM_THREADS", "1"),)))
+    check(spec(stages=4, stages_per_rank=2, schedule="interleaved", env=(("OMP_NUM_THREADS", "1"),)))
 
 
 def test_a_lease_ends_a_ttl_after_the_last_beat():
