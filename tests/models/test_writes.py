@@ -130,3 +130,35 @@ def test_a_weight_written_without_gradients_and_read_after_it_has_its_gradient(
         return m.c(m.b(h).sin())  # type: ignore[no-any-return]
 
     check(run, schedule=schedule, recompute=recompute)
+
+
+def count(m: Any, x: Tensor) -> Tensor:
+    m.steps += 1
+    return m.c(m.b(m.a(x)))  # type: ignore[no-any-return]
+
+
+def count_and_read(m: Any, x: Tensor) -> Tensor:
+    m.steps += 1
+    return m.c(m.b(m.a(x))) * m.steps  # type: ignore[no-any-return]
+
+
+def assign(m: Any, x: Tensor) -> Tensor:
+    m.steps = m.steps + 1
+    return m.c(m.b(m.a(x)))  # type: ignore[no-any-return]
+
+
+def average(m: Any, x: Tensor) -> Tensor:
+    m.average = 0.9 * m.average + 0.1 * x.detach().mean(0)
+    return m.c(m.b(m.a(x))) + m.average  # type: ignore[no-any-return]
+
+
+def average_and_read_the_old_one(m: Any, x: Tensor) -> Tensor:
+    h = m.b(m.a(x)) * m.average
+    m.average = 0.9 * m.average + 0.1 * h.detach().mean(0) + 1
+    m.average.mul_(0.5)
+    return m.c(h) * m.average  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("run", [count, count_and_read, assign, average, average_and_read_the_old_one])
+def test_a_buffer_assigned_at_the_start_of_forward_leaves_the_rest_to_be_cut(run: Any) -> None:
+    check(run, stages=3, schedule="zb-h1")

@@ -28,7 +28,8 @@ from stagekit.graph.capture.selfcheck import self_check
 from stagekit.graph.capture.sharing import check_sharing, written_names
 from stagekit.graph.capture.specs import Leaf, Spec, batch_dims, flatten_named
 from stagekit.graph.capture.symbols import SymbolTable, symbol_table
-from stagekit.graph.passes.aliasing import clone_written_inputs, functionalise, snapshot_buffers
+from stagekit.graph.passes.aliasing import functionalise
+from stagekit.graph.passes.buffers import clone_written_inputs, snapshot_buffers, write_back_early
 from stagekit.graph.passes.normalise import drop_dead_code, normalise
 from stagekit.graph.passes.propagate import line_of, propagate
 from stagekit.graph.values.build import Start, ValueSource, named_tensors, open_model
@@ -310,6 +311,7 @@ def _settle(
         changed = functionalise(graph, storages, kept)
         changed = (
             changed
+            or write_back_early(graph, storages)
             or clone_written_inputs(graph, storages, inputs)
             or snapshot_buffers(graph, storages, set(fakes) - inputs)
         )

@@ -124,7 +124,7 @@ def functionalise(graph: fx.Graph, storage_of: Mapping[str, int], kept: frozense
     `storage_of`: storage number per node name. `kept`: storages of parameters, buffers and constants, left alone.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    sharing = _sharing(graph, storage_of)
+    sharing = nodes_by_storage(graph, storage_of)
     changed = False
     for node in list(graph.nodes):
         written = written_inputs(node)
@@ -142,7 +142,7 @@ def functionalise(graph: fx.Graph, storage_of: Mapping[str, int], kept: frozense
     return changed
 
 
-def _sharing(graph: fx.Graph, storage_of: Mapping[str, int]) -> dict[int, list[fx.Node]]:
+def nodes_by_storage(graph: fx.Graph, storage_of: Mapping[str, int]) -> dict[int, list[fx.Node]]:
     """Return the nodes that live in each storage."""
     found: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -165,49 +165,6 @@ def _may_promote(node: fx.Node) -> bool:
     """Tell whether the functional twin could return another dtype than the in-place node writes."""
     values = [n.meta.get("val") for n in node.all_input_nodes]
     return len({value.dtype for value in values if isinstance(value, Tensor) and value.ndim}) > 1
-
-
-def clone_written_inputs(graph: fx.Graph, storage_of: Mapping[str, int], inputs: set[str]) -> bool:
-    """Clone on entry each graph input (by placeholder name) whose memory some node writes; tell if any was."""
-    written = {storage_of.get(target.name) for node in graph.nodes for target in written_inputs(node)}
-    changed = False
-    for placeholder in [n for n in graph.nodes if n.op == "placeholder" and n.name in inputs]:
-        if storage_of.get(placeholder.name, -1) not in written:
-            continue
-        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-            clone = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
-        clone.meta = {**placeholder.meta, "context": ()}
-        placeholder.replace_all_uses_with(clone, delete_user_cb=lambda user, c=clone: user is not c)
-        changed = True
-    return changed
-
-
-def snapshot_buffers(graph: fx.Graph, storage_of: Mapping[str, int], states: set[str]) -> bool:
-    """Let readers of a buffer after its last write read a copy, which may cross a cut; the buffer has one owner.
-
-    `states`: placeholder names of parameters, buffers and constants. Tells whether any copy was made.
-    """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    sharing = _sharing(graph, storage_of)
-    writes = [(node, written) for node in graph.nodes if (written := written_inputs(node))]
-    changed = False
-    for placeholder in [n for n in graph.nodes if n.op == "placeholder" and n.name in states]:
-        same = set(sharing.get(storage_of.get(placeholder.name, -1), ()))
-        writers = {node for node, written in writes if any(target in same for target in written)}
-        if not writers or not same <= {placeholder, *writers}:
-            continue  # never written, or read through views
-        last = max(writers, key=order.__getitem__)
-        late = {user for node in same for user in node.users if order[user] > order[last]}
-        if not late or all(user.target is torch.ops.aten.clone.default for user in late):
-            continue
-        with graph.inserting_after(last):
-            copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
-        # whoever wrote without gradients, those who read may want one
-        copy.meta = {**last.meta, "val": placeholder.meta["val"], "context": ()}
-        for node in same:
-            node.replace_all_uses_with(copy, delete_user_cb=late.__contains__)
-        changed = True
-    return changed
 
 
 def spans(graph: fx.Graph, storage_of: Mapping[str, int]) -> list[tuple[fx.Node, fx.Node]]:
