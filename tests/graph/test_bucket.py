@@ -472,3 +472,29 @@ def test_operations_that_must_run_eagerly_part_a_bucket() -> None:
     assert [sum(n.op == "call_module" for n in graph.graph.nodes) for graph in compiler.graphs] == [1, 2]
     assert len(result.report.buckets) == 1
     assert torch.equal(result.module(x), module(x))
+
+
+class Gated(nn.Module):
+    """BatchNorm, an autocast region, and a branch on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.norm(self.first(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            h = h + self.second(h)
+        if h.mean() > 100:
+            return h
+        result: Tensor = self.second(h)
+        return result
+
+
+def test_floats_that_dynamo_passes_as_inputs_do_not_keep_a_graph_from_being_compiled() -> None:
+    torch.manual_seed(0)
+    module, inner = Gated(), Compiler()
+    torch._dynamo.reset()
+    run = torch.compile(module, backend=backend(cap_bytes=200, inner=inner), dynamic=True)
+    check_same(module, run, torch.randn(8, 6))
+    assert len(inner.graphs) == 3  # two buckets before the branch, one behind it

@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def as_traced(placeholder: fx.Node, example: Any) -> Any:
-    """Return the fake value that dynamo traced with, where it passes a real one: only the fake has symbolic sizes."""
+    """Return the fake value that dynamo traced with, where it passes a real one: only the fake has symbolic sizes, and
+    knows the number that `.item()` gives of a float that became an input.
+    """
     traced = placeholder.meta.get("example_value")
     return traced if isinstance(example, Tensor) and isinstance(traced, FakeTensor) else example
 
@@ -70,7 +72,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 def fake_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Any]:
     """Return what each node of `gm` gives on fake inputs; its real tensors stay untouched."""
-    mode, fakes = fake_inputs(example_inputs)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    mode, fakes = fake_inputs([as_traced(*pair) for pair in zip(placeholders, example_inputs, strict=True)])
     fake = _fake_copy(gm, mode)
     interpreter = fx.Interpreter(fake, garbage_collect_values=False)
     with mode, enable_python_dispatcher(), torch.random.fork_rng(devices=[]):

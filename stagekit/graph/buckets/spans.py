@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from stagekit.graph.buckets.fakes import fake_values
 from stagekit.graph.passes.aliasing import written_inputs
+from stagekit.graph.passes.regions import closes_region, opens_region
 
 _IN_PLACE = {
     getattr(operator, f"i{name}")
@@ -29,7 +30,10 @@ def written_spans(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[tup
     written = {node: targets for node in gm.graph.nodes if (targets := _written(gm, node))}
     if not written:
         return []
-    noted = all({"val", "example_value"} & node.meta.keys() for node in gm.graph.nodes if node.op.startswith("call_"))
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call_")]
+    noted = all(
+        {"val", "example_value"} & node.meta.keys() or opens_region(node) or closes_region(node) for node in calls
+    )
     values = {node: node.meta.get("val", node.meta.get("example_value")) for node in gm.graph.nodes}
     return spans(gm.graph, written, values if noted else fake_values(gm, example_inputs))
 
