@@ -106,3 +106,36 @@ def test_a_model_in_eval_mode_that_runs_its_layers_in_another_order_is_refused_b
     train = capture(Turned, (x_of(4),), training=True).cut("balanced", 2)
     with pytest.raises(SplitError, match=r"reads first\.\w+ \(stage 0 .*\) after second\.\w+ \(stage 1\)"):
         capture(Turned, (x_of(4),), training=False).cut_like(train)
+
+
+class HeadOfEval(nn.Module):
+    """Eval mode reads a layer that training never reads: registered last, or first."""
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__()
+        if first:
+            self.head = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        if not first:
+            self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x if self.training else self.head(x)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_layer_that_only_eval_mode_reads_is_where_the_constructor_makes_it(stages: int) -> None:
+    train = capture(HeadOfEval, (x_of(4),), training=True).cut("parameters", stages)
+    chain = Chain(train)
+    scorer = shared(capture(HeadOfEval, (x_of(4),), training=False).cut_like(train), chain)
+    module = HeadOfEval()
+    module.load_state_dict(chain.state_dict())
+    torch.testing.assert_close(scorer.forward((x_of(4),)), module.eval()(x_of(4)))
+
+
+def test_a_layer_that_only_eval_mode_reads_made_too_early_is_refused_with_where_to_make_it() -> None:
+    train = capture(lambda: HeadOfEval(True), (x_of(4),), training=True).cut("parameters", 2)
+    with pytest.raises(SplitError, match=r"training never reads head\.\w+, .* create it in __init__ after layers\.\d"):
+        capture(lambda: HeadOfEval(True), (x_of(4),), training=False).cut_like(train)

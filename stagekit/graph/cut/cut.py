@@ -102,15 +102,21 @@ def _stage_at(begins: Sequence[int], position: int) -> int:
 
 
 def _owned(captured: Captured, chain: Chain) -> list[list[str]]:
-    """Return the canonical parameter and buffer names per stage; unused ones go to their nearest relatives."""
+    """Return the canonical parameter and buffer names per stage; unused ones go to their nearest relatives.
+
+    Between stages equally near, one goes where the name registered before it is: what only eval mode reads usually stands
+    in the constructor where it stands in forward.
+    """
     canonical = dict(captured.aliases)
     names = [name for name in captured.tensors if name not in canonical and _is_state(captured, name)]
     used = [{s.name for s in stage.states if s.kind != "constant"} for stage in chain.stages]
     owned: list[list[str]] = [[] for _ in chain.stages]
+    latest = 0
     for name in names:
-        readers = [i for i, held in enumerate(used) if name in held]
-        for index in readers or [_nearest(name, used)]:
+        readers = [i for i, held in enumerate(used) if name in held] or [_nearest(name, used, latest)]
+        for index in readers:
             owned[index].append(name)
+        latest = readers[-1]
     return owned
 
 
@@ -118,8 +124,8 @@ def _is_state(captured: Captured, name: str) -> bool:
     return isinstance(captured.tensors[name], nn.Parameter) or name in captured.buffers
 
 
-def _nearest(name: str, used: Sequence[set[str]]) -> int:
-    """Return the stage that uses the name with the longest common module path; the first one if there is none."""
+def _nearest(name: str, used: Sequence[set[str]], latest: int) -> int:
+    """Return the stage that uses the name with the longest common module path, `latest` if that is one of them."""
 
     def common(other: str) -> int:
         count = 0
@@ -130,7 +136,7 @@ def _nearest(name: str, used: Sequence[set[str]]) -> int:
         return count
 
     best = [max((common(other) for other in held), default=0) for held in used]
-    return best.index(max(best))
+    return latest if best[latest] == max(best) else best.index(max(best))
 
 
 def _stage_spec(

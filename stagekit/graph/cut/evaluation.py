@@ -122,13 +122,22 @@ def _walk_back(came: Sequence[dict[int, int]], end: int) -> tuple[int, ...] | No
 
 def _why_not(captured: Captured, layout: Layout, train: Cut) -> str:
     owners, highest, before = _owners(train), 0, ""
+    trained = {state.name for stage in train.graphs for state in stage.states}
     for node in layout.nodes:
         for name in _states(captured, layout, node) if node in layout.work else ():
             if name not in owners:
                 return f"the model in eval mode reads {name}, which no stage of the cut for training owns"
-            if max(owners[name]) < highest:
+            stage = max(owners[name])
+            if stage < highest and not {name, before} <= trained:
+                unread, other = (name, before) if name not in trained else (before, name)
                 return (
-                    f"the model in eval mode reads {name} (stage {max(owners[name])} of the cut for training) after "
+                    f"the model in eval mode reads {name} (stage {stage}) after {before} (stage {highest}); training never "
+                    f"reads {unread}, which therefore lies beside what is registered before it: create it in __init__ "
+                    f"{'after' if unread == name else 'before'} {other}, in the order of forward"
+                )
+            if stage < highest:
+                return (
+                    f"the model in eval mode reads {name} (stage {stage} of the cut for training) after "
                     f"{before} (stage {highest}); cut for training at a place that keeps them together"
                 )
             if min(owners[name]) > highest:
