@@ -8,6 +8,7 @@ StagekitError
 │   ├── WeightsError    start weights that are not there, damaged, or another model's
 │   └── ShapeError      a batch that the captured pipeline can't take
 ├── StageError          user code or a kernel raised inside a stage: names rank, stage, chunk, op
+│   └── RemoteError     … on another rank: this one dropped the step too
 ├── PeerError           a neighbour died or went silent: this rank is a victim
 └── BugError            ours
 """
@@ -58,6 +59,18 @@ class StageError(StagekitError):
     def __init__(self, message: str, *, rank: int, stage: int, chunk: int, op: str) -> None:
         super().__init__(message)
         self.rank, self.stage, self.chunk, self.op = rank, stage, chunk, op
+
+
+class RemoteError(StageError):
+    """Another rank failed in this step, which every rank dropped; `traceback` is that rank's, and also in the notes.
+
+    `rank` counts in the group of all replicas. `stage` and `chunk` are -1 and `op` is empty where it failed outside its stages:
+    in its arguments, say.
+    """
+
+    def __init__(self, message: str, *, rank: int, stage: int, chunk: int, op: str, traceback: str) -> None:
+        super().__init__(message, rank=rank, stage=stage, chunk=chunk, op=op)
+        self.traceback = traceback
 
 
 class PeerError(StagekitError):

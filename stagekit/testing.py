@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stagekit.errors import BugError, StagekitError, UserError
+from stagekit.errors import BugError, PeerError, RemoteError, StagekitError, UserError
 from stagekit.plan.contract import (
     Bucket,
     Edge,
@@ -73,6 +73,10 @@ class Delivery:
     mailbox: Mailbox
     buffer: Tensor | None
     key: tuple[int, int, int]
+
+    def is_completed(self) -> bool:
+        """Say whether it was taken out."""
+        return self.buffer is None
 
     def wait(self) -> None:
         """Copy the message into the buffer. Raises BugError if nothing was sent yet."""
@@ -177,7 +181,7 @@ class _Ended:
 
     ok: bool
     value: Any  # the result, or the traceback
-    when: float
+    when: float  # on the monotonic clock; infinite for a rank that failed because of another
 
 
 def spawn(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[T]:
@@ -246,8 +250,10 @@ def _child(end: PipeEnd, fn: Callable[..., Any], rank: int, world_size: int, por
         result = fn(rank, *args)
         dist.barrier()
         end.send_bytes(pickle.dumps((True, result, monotonic())))  # by value: the child may be gone first
-    except BaseException:
-        end.send_bytes(pickle.dumps((False, traceback.format_exc(), monotonic())))
+    except BaseException as error:
+        is_victim = isinstance(error, RemoteError | PeerError)
+        when = float("inf") if is_victim else monotonic()
+        end.send_bytes(pickle.dumps((False, traceback.format_exc(), when)))
         os._exit(1)
     finally:
         end.close()

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stagekit.plan.actions import Op
-from stagekit.run.compute import bind_backward, bind_forward, bind_weights
+from stagekit.run.compute import bind_backward, bind_forward, bind_weights, is_last_backward
+from stagekit.run.drained import drained_backward, drained_forward, drained_weights
 from stagekit.run.flight import Wiring
 from stagekit.run.transfers import bind_receive, bind_send_backward, bind_send_forward
 
@@ -46,3 +47,18 @@ def bind(wiring: Wiring, index: int) -> Callable[[], None]:
             return lambda: wiring.inputs.send(peer)
         case _:
             return lambda: wiring.inputs.receive(peer, stage)
+
+
+def bind_drained(wiring: Wiring, index: int) -> Callable[[], None] | None:
+    """Return what runs for action number `index` of a step that failed; None: its own function, which computes nothing."""
+    action = wiring.recorder.actions[index]
+    stage, chunk = action.stage, action.chunk
+    match action.op:
+        case Op.F:
+            return drained_forward(wiring, index, stage, chunk)
+        case Op.B | Op.I:
+            is_last = is_last_backward(wiring, index)
+            return drained_backward(wiring, index, action.op, stage, chunk, is_last=is_last)
+        case Op.W:
+            return drained_weights(wiring, stage, chunk, is_last=is_last_backward(wiring, index))
+    return None

@@ -135,7 +135,7 @@ def bind_backward(wiring: Wiring, index: int, op: Op, stage: int, chunk: int) ->
     from_loss, from_gradients = (
         (runner.backward_from, runner.backward) if is_whole else (runner.input_gradient_from, runner.input_gradient)
     )
-    arms = is_whole and _is_last_backward(wiring, index)
+    arms = is_whole and is_last_backward(wiring, index)
     held = wiring.held(stage, chunk) if is_whole else ()
     is_sent = bool(wiring.transfers(Op.SEND_B, stage, chunk))
 
@@ -170,7 +170,7 @@ def bind_weights(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable
     """Return W of one chunk: the weight gradients that its I left."""
     flight, reductions, give = wiring.flight, wiring.reductions, wiring.pool.give
     compute = wiring.runners[stage].weight_gradient
-    arms, held = _is_last_backward(wiring, index), wiring.held(stage, chunk)
+    arms, held = is_last_backward(wiring, index), wiring.held(stage, chunk)
 
     def weights() -> None:
         if arms:
@@ -186,7 +186,7 @@ def bind_weights(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable
     return weights
 
 
-def _is_last_backward(wiring: Wiring, index: int) -> bool:
+def is_last_backward(wiring: Wiring, index: int) -> bool:
     """Say whether the gradients of the action's stage are complete once it ran."""
     actions = wiring.recorder.actions
     stage = actions[index].stage

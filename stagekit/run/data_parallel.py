@@ -67,6 +67,12 @@ class BucketReducer:
         while len(self._flying) < len(self._buckets):
             self._launch(self._buckets[len(self._flying)])
 
+    def abandon(self) -> None:
+        """Launch every bucket that is not launched yet, whatever it holds: the other replicas wait for it."""
+        if not self._armed:
+            self.arm()
+        self.launch_rest()
+
     def finish(self) -> None:
         """Block until every bucket is summed, and write the sums into the parameters' gradients."""
         for number, (bucket, (work, flat, started)) in enumerate(zip(self._buckets, self._flying, strict=True)):
@@ -95,7 +101,10 @@ class TieGroup:
                 if copy.grad is not None:
                     total += copy.grad
             if self._group is not None:
-                dist.all_reduce(total, group=self._group)
+                try:
+                    dist.all_reduce(total, group=self._group)
+                except RuntimeError as error:
+                    raise PeerError(f"gradient sum of a tied weight: {error}") from error
             for copy in copies:
                 copy.grad = total.clone()
 
@@ -150,6 +159,11 @@ class GradientSums:
         """Launch the buckets that the last backward of `stage` did not complete."""
         if stage in self._reducers:
             self._reducers[stage].launch_rest()
+
+    def abandon(self, stage: int) -> None:
+        """Join the collectives of a stage whose step failed."""
+        if stage in self._reducers:
+            self._reducers[stage].abandon()
 
     def finish(self, stage: int) -> None:
         """Block until the gradients of `stage` are summed over its replicas."""

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from stagekit.errors import PeerError, StageError, UserError
 from stagekit.plan.actions import COMPUTE, Action, Op
-from stagekit.run.binding import bind
+from stagekit.plan.contract import InputRef, ValueRef
+from stagekit.run.alarm import Alarm, Silence
+from stagekit.run.binding import bind, bind_drained
 from stagekit.run.flight import Flight, Reductions, Step, Wiring
 from stagekit.run.inputs import InputExchange
 from stagekit.run.layout import Placement
@@ -47,13 +49,17 @@ class Executor:
         loss: LossRunner | None,
         reductions: Reductions,
         device: torch.device,
+        alarm: Alarm | None = None,
     ) -> None:
+        """`alarm`: an error of one rank ends the step on all, see `run_list`; None: it is this rank's alone."""
         self._placement, self._runners, self._inputs = placement, runners, inputs
+        self._alarm = alarm or Silence()
+        self._is_alone = alarm is None
         self.recorder = Recorder(actions)
         self.pool = BufferPool(device)
         self.bytes: defaultdict[tuple[int, str], int] = defaultdict(int)  # (stage, direction), cumulative
         self._flight = Flight(len(self.recorder.actions))
-        wiring = Wiring(
+        self._wiring = wiring = Wiring(
             placement,
             self.recorder,
             runners,
@@ -87,27 +93,49 @@ class Executor:
         self.recorder.begin_step()
 
     def run_list(self) -> None:
-        """Run the whole list. Raises StageError or PeerError."""
+        """Run the whole list. Raises PeerError; StageError only without an alarm.
+
+        With one, an error of this rank is reported, and this rank and all that hear of it go through the rest of their
+        lists without computing: everyone reaches the end of the step, where `Alarm.failure` says what to raise.
+        """
         started, ended, clock, index = self.recorder.start_ns, self.recorder.end_ns, monotonic_ns, 0
+        alarm = self._alarm
         with torch.set_grad_enabled(self.step.train):
             try:
                 now = clock()
                 for index, call in enumerate(self._calls):
+                    if alarm.rang:
+                        break
                     started[index] = now
                     call()
                     ended[index] = now = clock()
+                else:
+                    return
             except Exception as error:
                 self._fail(index, error)
+        self.drain(index)
+
+    def drain(self, index: int = 0) -> None:
+        """Go through the list from `index` without computing: transfers carry zeros, collectives are joined."""
+        self.drop_chunks()
+        self._inputs.stand_in()
+        try:
+            for number in range(index, len(self._calls)):
+                (bind_drained(self._wiring, number) or self._calls[number])()
+        except Exception as error:
+            self.abort()
+            raise PeerError(f"going through the rest of a failed step: {error}") from error
 
     def perform(self, index: int) -> None:
-        """Run action number `index`. Raises StageError or PeerError."""
+        """Run action number `index`. Raises StageError or PeerError, on this rank alone."""
         with torch.set_grad_enabled(self.step.train):
             try:
                 self.recorder.start_ns[index] = monotonic_ns()
                 self._calls[index]()
                 self.recorder.end_ns[index] = monotonic_ns()
             except Exception as error:
-                self._fail(index, error)
+                self.abort()
+                raise error if isinstance(error, PeerError) else self._named(index, error) from error
 
     def perform_chunk(self, op: str, stage: int, chunk: int) -> None:
         """Run one compute action of the list by hand, its receives before it and its sends after it.
@@ -138,20 +166,49 @@ class Executor:
     def abort(self) -> None:
         """Forget the step after an error; buffers that a transfer may still write are not reused."""
         self._flight.drop()
+        self.drop_chunks()
+
+    def drop_chunks(self) -> None:
+        """Forget every chunk between its forward and its backward."""
         for runner in self._runners.values():
             runner.drop_all()
 
     def _fail(self, index: int, error: Exception) -> None:
-        """Forget the step, and raise `error` with the action that it came from."""
-        self.abort()
+        """Report `error` with the action that it came from; without anyone to report to, forget the step and raise it."""
         if isinstance(error, PeerError):
+            self.abort()
             raise error
+        failed = self._named(index, error)
+        if self._is_alone:
+            self.abort()
+            raise failed from error
+        failed.__cause__ = error
+        self._alarm.report(failed)
+
+    def _named(self, index: int, error: Exception) -> StageError:
         action = self.recorder.actions[index]
-        raise StageError(
-            f"rank {self._placement.rank}, stage {action.stage}, chunk {action.chunk}, {action.op}: "
-            f"{' '.join([f'{type(error).__name__}: {error}', *getattr(error, '__notes__', ())])}",
+        told = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        return StageError(
+            f"rank {self._placement.rank}, stage {action.stage}, chunk {action.chunk}, {action.op}: {told}"
+            f"{self._inputs_of(action)}",
             rank=self._placement.rank,
             stage=action.stage,
             chunk=action.chunk,
             op=action.op,
-        ) from error
+        )
+
+    def _inputs_of(self, action: Action) -> str:
+        """Return the shapes that a compute action's stage was given, for people; nothing for other actions."""
+        if action.op not in COMPUTE:
+            return ""
+        layouts, parts = self._flight.shapes[action.chunk].edges, self._inputs.parts
+        shapes = []
+        for ref in self._placement.spec.stages[action.stage].inputs:
+            if isinstance(ref, ValueRef):
+                shape, _, dtype = layouts[ref.value]
+            elif isinstance(ref, InputRef) and (cut := parts[ref.index]) and isinstance(cut[action.chunk], Tensor):
+                shape, dtype = tuple(cut[action.chunk].shape), cut[action.chunk].dtype
+            else:
+                continue
+            shapes.append(f"{list(shape)} {str(dtype).removeprefix('torch.')}")
+        return f" (inputs: {', '.join(shapes)})" if shapes else ""

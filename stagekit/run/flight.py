@@ -35,6 +35,10 @@ class Reductions(Protocol):
         """That backward is over: launch the buckets that it did not complete, so that every rank's order is equal."""
         ...
 
+    def abandon(self, stage: int) -> None:
+        """The step failed: join the collectives that the last backward of `stage` would have launched."""
+        ...
+
     def finish(self, stage: int) -> None:
         """Block until the gradients of `stage` are summed over its replicas."""
         ...

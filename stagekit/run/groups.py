@@ -11,19 +11,20 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from time import monotonic_ns
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stagekit.errors import BugError, PeerError
+from stagekit.run.alarm import Alarm
 from stagekit.run.layout import TAG_CLOCK
 from stagekit.run.transport import NcclTransport, Transport, Work, gloo_transport, settle
 
 CLOCK_ROUNDS = 8
 WAIT_TIMEOUT = timedelta(hours=1)  # the launcher gives up earlier
 _waits: Counter[bytes] = Counter()  # per world, so that no key of the store is used twice
+_alarms: Counter[bytes] = Counter()
 
 
 class NoTransport:
@@ -74,6 +75,16 @@ class Groups:
         """Return the point-to-point transport of this rank's pipeline."""
         return self._transport
 
+    def alarm(self) -> Alarm | None:
+        """Return what tells every rank of an error; None for a single rank, which has nobody to tell."""
+        if self._world is None or dist.get_world_size(self._world) == 1:
+            return None
+        store = dist.distributed_c10d._get_default_store()
+        members = repr(dist.get_process_group_ranks(self._world)).encode()
+        _alarms[members] += 1
+        key = f"stagekit/error/{hashlib.sha256(members).hexdigest()[:16]}/{_alarms[members]}"
+        return Alarm(store, key, self.global_rank)
+
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Return a group of these pipeline ranks for a member, None for others and for a single rank."""
         if len(ranks) < 2 or self.pipeline_rank not in ranks or self.pipeline is None:
@@ -117,12 +128,12 @@ class Groups:
             dist.all_reduce(said, group=self.replicas)
         return int(said)
 
-    def sum_over_world(self, tensor: Tensor) -> Any:
-        """Start summing `tensor` over every rank, in place; returns the work to wait for, None for a single rank."""
+    def sum_over_world(self, tensor: Tensor) -> None:
+        """Sum `tensor` over every rank, in place. Raises PeerError."""
         if self._world is None or dist.get_world_size(self._world) == 1:
-            return None
+            return
         try:
-            return dist.all_reduce(tensor, group=self._world, async_op=True)
+            dist.all_reduce(tensor, group=self._world)
         except RuntimeError as error:
             raise PeerError(f"exchange of the step's status: {error}") from error
 

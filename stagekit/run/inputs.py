@@ -59,6 +59,15 @@ class InputExchange:
         self._shapes, self._target_shapes = shapes, target_shapes
         self.parts = [None] * len(self._spec.inputs)
 
+    def stand_in(self) -> None:
+        """Put zeros where a failed step lacks what this rank was to send."""
+        for number, (shape, dtype) in enumerate(self._shapes):
+            if self._spec.inputs[number].tensor is not None and not isinstance(self._leaves[number], Tensor):
+                self._leaves[number] = torch.zeros(shape, dtype=dtype, device=self.device)
+        for number, (shape, dtype) in enumerate(self._target_shapes):
+            if not isinstance(self._target[number], Tensor):
+                self._target[number] = torch.zeros(shape, dtype=dtype, device=self.device)
+
     def send(self, to_stage: int) -> None:
         """Post everything that `to_stage` gets from this rank."""
         for (source, target), parcel in self._parcels.items():

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stagekit.errors import BugError, PeerError, ShapeError, UserError
+from stagekit.errors import BugError, ShapeError, UserError
 from stagekit.plan.actions import Action, Op
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.shapes import chunk_sizes, evaluate
 from stagekit.run import chunks as chunking
 from stagekit.run.agreement import Agreement, Given, Header, agree, exchange_text
+from stagekit.run.alarm import Alarm
 from stagekit.run.executor import Executor, Reductions, Step
 from stagekit.run.groups import Groups
 from stagekit.run.inputs import InputExchange
@@ -58,27 +59,18 @@ class RunOptions:
 
 
 class StepResult:
-    """What a step gave. Reading `loss` waits for the other ranks' part of it."""
+    """What a step gave."""
 
-    def __init__(self, lane: Lane, status: Tensor, work: Any) -> None:
-        self._lane, self._status, self._work = lane, status, work
+    def __init__(self, lane: Lane, status: Tensor) -> None:
+        self._lane, self._status = lane, status
         self.losses: list[Tensor] = []  # per chunk, on the last rank
         self.weights: list[float] = []
         self._leaves: list[dict[str, Tensor]] = []
 
-    def _settled(self) -> Tensor:
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise PeerError(f"exchange of the step's status: {error}") from error
-            self._work = None
-        return self._status
-
     @property
     def loss(self) -> float:
         """Weighted mean over chunks and replicas, on every rank; nan for an evaluation without target."""
-        return float(self._settled()[0])
+        return float(self._status[0])
 
     @property
     def output(self) -> Any:
@@ -91,7 +83,7 @@ class StepResult:
 
     def chunk_latencies_s(self) -> tuple[list[float], list[float]]:
         """Return, per chunk of replica 0, its way forward (first stage's start to last stage's end) and back."""
-        stamps = self._settled()[1:].view(3, -1) * 1e-9
+        stamps = self._status[1:-1].view(3, -1) * 1e-9
         return (stamps[1] - stamps[0]).tolist(), (stamps[2] - stamps[1]).tolist()
 
 
@@ -117,10 +109,11 @@ class Lane:
         groups: Groups,
         device: torch.device,
         reductions: Reductions,
+        alarm: Alarm | None,
     ) -> None:
         self.source, self.options, self.train = course.source, options, course.train
         self._course, self._placement, self._runners = course, course.placement, runners
-        self._groups, self._device, self._reductions = groups, device, reductions
+        self._groups, self._device, self._reductions, self._alarm = groups, device, reductions, alarm
         self._spec, self._num_chunks = course.source.spec, course.placement.num_chunks
         self._executor: Executor | None = None
         self._agreement = Agreement({}, None)
@@ -148,6 +141,15 @@ class Lane:
         leaves = self._flatten(args, kwargs)
         executor = self._executor or self._prepare(leaves, target)
         header = self._share_header(leaves, target, number)
+        try:
+            if self._placement.rank != 0:  # it checked its own before it made the header
+                self._check_given(leaves, target, number)
+                self._check_own(leaves, header)
+        except UserError as error:
+            if self._alarm is None:
+                raise
+            self._alarm.report(error)  # the others run already: this rank goes through its list without computing
+            leaves, target = [None] * len(leaves), None
         self._begin_inputs(leaves, target, header)
         if self._loss is not None:
             self._loss.begin()
@@ -159,17 +161,24 @@ class Lane:
         return executor
 
     def end(self, *, clock_base_ns: int) -> StepResult:
-        """Post the exchange that carries the loss and chunk times to every rank; StepResult waits for it."""
+        """Exchange loss, chunk times and whether a rank failed. Raises that rank's StageError, on others RemoteError."""
         executor, loss = self.executor, self._loss
-        flat = [0.0] * (1 + 3 * self._num_chunks)
-        if loss is not None:
+        flat = [0.0] * (2 + 3 * self._num_chunks)
+        has_failed = self._alarm is not None and self._alarm.rang
+        if has_failed:
+            flat[-1] = 1.0
+        elif loss is not None:
             flat[0] = loss.result()
         elif self._agreement.target is None and not self.train:
             flat[0] = float("nan")
-        if self._groups.replica == 0:
+        if self._groups.replica == 0 and not has_failed:
             self._stamp(executor.recorder, flat, clock_base_ns)
         status = torch.tensor(flat, dtype=torch.float64, device=self._groups.comm_device)
-        result = StepResult(self, status, self._groups.sum_over_world(status))
+        self._groups.sum_over_world(status)
+        if self._alarm is not None and status[-1] > 0.0:
+            executor.abort()
+            raise self._alarm.failure()
+        result = StepResult(self, status)
         if self._placement.rank == self._placement.last_rank:
             result._leaves = executor.outputs()
             result.weights = [float(size) for size in executor.step.chunk_sizes]
@@ -223,6 +232,7 @@ class Lane:
             self._loss,
             self._reductions,
             self._device,
+            self._alarm,
         )
         return self._executor
 
@@ -254,10 +264,7 @@ class Lane:
         if self._placement.rank != 0:
             buffer = torch.empty(Header.length(len(fixed), ndims), dtype=torch.int64, device=device)
             settle(transport.recv([buffer], 0, TAG_HEADER), 0)
-            header = Header.unpack(buffer, len(fixed), ndims)
-            self._check_given(leaves, target, number)
-            self._check_own(leaves, header)
-            return header
+            return Header.unpack(buffer, len(fixed), ndims)
         packed = torch.full((Header.length(len(fixed), ndims),), -1, dtype=torch.int64, device=device)  # "refused"
         try:
             header = self._read_header(leaves, target, ndims, number)

@@ -81,6 +81,14 @@ class LossRunner:
         if self._group is not None:
             self._work = dist.all_reduce(self._sum, group=self._group, async_op=True)
 
+    def abandon(self) -> None:
+        """The step failed before or after `prepare`: join the sum of weights, for which other replicas wait."""
+        if self._sum is None:
+            self._sum = torch.zeros(1, dtype=torch.float64, device=self._inputs.device)
+            if self._group is not None:
+                self._work = dist.all_reduce(self._sum, group=self._group, async_op=True)
+        self.total_weight()
+
     def total_weight(self) -> float:
         """Return the sum of weights over chunks and replicas; blocks until it is known."""
         if self._total is None:

@@ -27,7 +27,7 @@ from stagekit.run.executor import Executor
 from stagekit.run.groups import Groups
 from stagekit.run.lane import Course, Lane, RunOptions, StageSource, StepResult
 from stagekit.run.layout import Placement
-from stagekit.run.stage import StageRunner
+from stagekit.run.stage import StageRunner, written_states
 from stagekit.run.stats import ActionHook
 
 FORWARD = "forward"  # the schedule of evaluation
@@ -82,9 +82,12 @@ class Run:
                 self._runners, plan.model, plan.compile, device, self.groups, options.compiled
             )
         self._sums = self._gradient_sums()
+        self._written = [state for runner in self._runners.values() for state in written_states(runner.module)]
+        self._states: list[tuple[Tensor, Tensor]] = []  # those, as the step found them
         self._hooks: list[ActionHook] = []
         course = Course(source, self.placement, plan.fingerprint, self._lists, train=True)
-        self._lane = Lane(course, options, self._runners, self.groups, device, self._sums)
+        self._alarm = self.groups.alarm()
+        self._lane = Lane(course, options, self._runners, self.groups, device, self._sums, self._alarm)
         self._evaluation: Lane | None = None
         self.step_number = 0
         self.keep_output = True
@@ -97,10 +100,10 @@ class Run:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """Run one training step on a whole batch: gradients are added to `.grad`, the optimizer is the caller's.
 
-        The same call on every rank; a rank that owns none of the arguments calls `step()`. Raises UserError before
-        any compute for arguments that don't fit, StageError for what a stage raised, PeerError for a lost neighbour;
-        gradients are then as before the step. An error that is caught on one rank does not reach the others, which wait
-        for that rank until the group's timeout: let it end the process.
+        The same call on every rank; a rank that owns none of the arguments calls `step()`. Raises UserError for
+        arguments that don't fit and StageError for what a stage raised, on every other rank RemoteError with that one's
+        words and traceback: gradients and buffers are then as before, and the next step can run. PeerError for a lost
+        neighbour.
         """
         self.begin_step(*args, target=target, **kwargs)
         with self._undone_on_error():
@@ -113,6 +116,10 @@ class Run:
             yield
         except BaseException:
             self._sums.abort()
+            with torch.no_grad():
+                for state, value in self._states:
+                    state.copy_(value)
+            self._states = []
             raise
 
     def begin_step(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
@@ -120,6 +127,7 @@ class Run:
         self._lane.begin(args, kwargs, target, number=self.step_number, keep_output=self.keep_output)
         self._sums.attach(self.executor.recorder)
         self._sums.begin()
+        self._states = [(state, state.detach().clone()) for state in self._written]
 
     def perform_chunk(self, op: str, stage: int, chunk: int) -> None:
         """Run F or B of one chunk by hand, with the transfers around it (PipelineStage)."""
@@ -131,11 +139,13 @@ class Run:
         executor = self.executor
         with self._undone_on_error():
             executor.finish()
+            result = self._lane.end(clock_base_ns=self.clock_base_ns + self.clock_offset_ns)
         self._sums.end()
+        self._states = []
         self.step_number += 1
         if self._hooks:
             executor.recorder.replay(self.groups.global_rank, self._hooks)
-        return self._lane.end(clock_base_ns=self.clock_base_ns + self.clock_offset_ns)
+        return result
 
     def _lists(self, agreement: Agreement) -> tuple[tuple[Action, ...], ...]:
         plan = self.plan
@@ -178,7 +188,7 @@ class Run:
         rules = self.options.output_rules if len(self.options.output_rules) == len(spec.outputs) else ()
         options = dataclasses.replace(self.options, output_rules=rules)
         course = Course(source, placement, f"{spec.graph_hash} {plan.fingerprint}", lists, train=False)
-        return Lane(course, options, runners, self.groups, self.device, self._sums)
+        return Lane(course, options, runners, self.groups, self.device, self._sums, self._alarm)
 
     # ---- gradients and state
 

@@ -113,7 +113,9 @@ class StageRunner:
         self._saved: dict[int, SavedChunk] = {}
         self._waiting: dict[int, Sequence[Deferred]] = {}  # by chunk, between the two halves of its backward
         self._take_deferred: Callable[[], Sequence[Deferred]] = tuple
-        if defer_weights and self._leaf_positions and isinstance(module, DefersWeights):
+        self._defers = defer_weights and bool(self._leaf_positions) and isinstance(module, DefersWeights)
+        if self._defers:
+            assert isinstance(module, DefersWeights)
             module.defer_weights()
             self._take_deferred = module.take_deferred
         self._trained = tuple(p for p in module.parameters() if p.requires_grad)
@@ -134,7 +136,8 @@ class StageRunner:
             self._saved[chunk] = (arguments, None, seed_base, found, ())
         else:
             outputs = self._call(*arguments)
-            self._saved[chunk] = (arguments, outputs, seed_base, (), self._take_deferred())
+            deferred = self._take_deferred() if self._defers else ()
+            self._saved[chunk] = (arguments, outputs, seed_base, (), deferred)
         self.num_chunks_held += 1
         if self.num_chunks_held > self.peak_chunks:
             self.peak_chunks = self.num_chunks_held
@@ -145,36 +148,36 @@ class StageRunner:
 
         `gradients` are those of the outputs in the spec's order; None means zero.
         """
+        arguments, outputs, seed_base, found, _ = self._saved[chunk]
+        del self._saved[chunk]
         self.num_chunks_held -= 1
-        return self._backward(chunk, gradients, waits=False)[0]
+        if outputs is not None:
+            self._run_backward(outputs, gradients, ())
+        else:
+            # until autograd is through: it may read a state that the forward wrote
+            with restored(self.module):
+                outputs, _ = self._recomputed(arguments, seed_base, found)
+                self._run_backward(outputs, gradients, ())
+        return self._gradients(arguments)
 
     def input_gradient(self, chunk: int, gradients: Sequence[Tensor | None]) -> list[Any]:
         """Like `backward`, but leave for `weight_gradient` what can wait."""
-        returned, self._waiting[chunk] = self._backward(chunk, gradients, waits=True)
-        return returned
+        arguments, outputs, seed_base, found, deferred = self._saved[chunk]
+        del self._saved[chunk]
+        if outputs is not None:
+            self._run_backward(outputs, gradients, self._wanted(arguments, deferred))
+        else:
+            with restored(self.module):
+                outputs, deferred = self._recomputed(arguments, seed_base, found)
+                self._run_backward(outputs, gradients, self._wanted(arguments, deferred))
+        self._waiting[chunk] = deferred
+        return self._gradients(arguments)
 
     def weight_gradient(self, chunk: int) -> None:
         """Accumulate the parameter gradients that `input_gradient` left, last layers first."""
         for deferred in reversed(self._waiting.pop(chunk)):
             deferred.accumulate()
         self.num_chunks_held -= 1
-
-    def _backward(
-        self, chunk: int, gradients: Sequence[Tensor | None], *, waits: bool
-    ) -> tuple[list[Any], Sequence[Deferred]]:
-        arguments, outputs, seed_base, found, deferred = self._saved[chunk]
-        del self._saved[chunk]
-        if outputs is not None:
-            deferred = deferred if waits else ()  # a schedule may halve some chunks' backwards and not others
-            self._run_backward(outputs, gradients, self._wanted(arguments, deferred))
-        else:
-            # until autograd is through: it may read a state that the forward wrote
-            with restored(self.module):
-                outputs = self._recomputed(arguments, seed_base, found)
-                noted = self._take_deferred()
-                deferred = noted if waits else ()
-                self._run_backward(outputs, gradients, self._wanted(arguments, deferred))
-        return self._gradients(arguments), deferred
 
     def _wanted(self, arguments: Sequence[Any], deferred: Sequence[Deferred]) -> tuple[Any, ...]:
         """Return what the first half of a backward is for; nothing (all leaves) where it is the whole."""
@@ -199,23 +202,21 @@ class StageRunner:
 
     def backward_from(self, chunk: int, root: Tensor, gradient: Tensor | None) -> list[Any]:
         """Like `backward`, from the loss; None: this chunk weighs nothing."""
+        arguments = self._saved[chunk][0]
+        del self._saved[chunk]
         self.num_chunks_held -= 1
-        return self._backward_from(chunk, root, gradient, waits=False)[0]
+        if gradient is not None and root.requires_grad:
+            run_backward((root,), (gradient,))
+        return self._gradients(arguments)
 
     def input_gradient_from(self, chunk: int, root: Tensor, gradient: Tensor | None) -> list[Any]:
         """Like `input_gradient`, from the loss; None: this chunk weighs nothing."""
-        returned, self._waiting[chunk] = self._backward_from(chunk, root, gradient, waits=True)
-        return returned
-
-    def _backward_from(
-        self, chunk: int, root: Tensor, gradient: Tensor | None, *, waits: bool
-    ) -> tuple[list[Any], Sequence[Deferred]]:
         arguments, _, _, _, deferred = self._saved[chunk]
         del self._saved[chunk]
-        deferred = deferred if waits else ()
         if gradient is not None and root.requires_grad:
             run_backward((root,), (gradient,), self._wanted(arguments, deferred))
-        return self._gradients(arguments), deferred
+        self._waiting[chunk] = deferred
+        return self._gradients(arguments)
 
     def _gradients(self, arguments: list[Any]) -> list[Any]:
         """Put each received value's gradient in its place; that frees the value."""
@@ -234,11 +235,14 @@ class StageRunner:
         self._waiting.clear()
         self.num_chunks_held = 0
 
-    def _recomputed(self, arguments: Sequence[Any], seed_base: int, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the chunk's forward again, from the states that its first one found."""
+    def _recomputed(
+        self, arguments: Sequence[Any], seed_base: int, found: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], Sequence[Deferred]]:
+        """Run the chunk's forward again, from the states that its first one found; return also what it deferred."""
         with torch.no_grad():
             for state, value in zip(reread_states(self.module), found, strict=True):
                 state.copy_(value)
         self._set_seed_base(seed_base)
         with torch.enable_grad():
-            return self._call(*arguments)
+            outputs = self._call(*arguments)
+        return outputs, self._take_deferred() if self._defers else ()

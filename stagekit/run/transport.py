@@ -23,7 +23,11 @@ class Work(Protocol):
     """A transfer under way."""
 
     def wait(self) -> Any:
-        """Block until it ended. Raises RuntimeError if the other side is gone or silent; `settle` makes it typed."""
+        """Block until it ended, once. Raises RuntimeError if the other side is gone or silent; `settle` makes it typed."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Say whether `wait` is over; gloo blocks for ever in a second one."""
         ...
 
 
@@ -72,9 +76,10 @@ def lost(peer: int, error: RuntimeError) -> PeerError:
 
 
 def settle(work: Work, peer: int) -> None:
-    """Block until the transfer ended. Raises PeerError if the other side is gone or silent."""
+    """Block until the transfer ended, if nobody did yet. Raises PeerError if the other side is gone or silent."""
     try:
-        work.wait()
+        if not work.is_completed():
+            work.wait()
     except RuntimeError as error:
         raise lost(peer, error) from error
 

@@ -28,7 +28,9 @@ OTHER_ORDER = ("dualpipe-v",)  # two chunks of different ends alternate, so grad
 
 
 class Mixed(nn.Module):
-    """What the halves of a backward tell apart: layers alone, used twice, tied, of a convolution, unused, frozen."""
+    """What the halves of a backward tell apart: layers alone, used twice, tied, of a convolution, unused, frozen; weights
+    that are vectors or complex, and a convolution of one image without a batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +38,8 @@ class Mixed(nn.Module):
         self.convolution = nn.Conv1d(4, 4, 3, padding=1)
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
         self.twice, self.norm, self.unused = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.vector, self.turn = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat) / 8)
+        self.image = nn.Conv2d(2, 2, 3, padding=1)
         self.drop = nn.Dropout(0.2)
         self.blocks[3].weight.requires_grad_(False)
         self.blocks[5].weight = self.blocks[1].weight
@@ -45,6 +49,11 @@ class Mixed(nn.Module):
         h = h + self.convolution(h)
         for block in self.blocks:
             h = self.norm(h + self.drop(block(h)).tanh())
+        h = h + nn.functional.linear(h, self.vector).unsqueeze(-1)
+        h = h + torch.view_as_real(
+            nn.functional.linear(torch.view_as_complex(h.unflatten(-1, (8, 2))), self.turn)
+        ).flatten(-2)
+        h = h + self.image(h.flatten(0, 1).unflatten(1, (2, 8)).transpose(0, 1)).transpose(0, 1).reshape(h.shape)
         return self.twice(self.twice(h).tanh())
 
 

@@ -57,15 +57,17 @@ def describe_failure(error: BaseException, text: str) -> dict[str, Any]:
     peer_rank, is_transport, is_numeric, step = -1, False, False, -1
     with contextlib.suppress(ImportError):
         from piped.worker.train import NumericError, TrainingError
-        from stagekit.errors import PeerError
+        from stagekit.errors import PeerError, RemoteError
 
         if isinstance(error, TrainingError):
             step = error.step
             cause = error.__cause__ or error
             is_numeric = isinstance(cause, NumericError)
-            is_transport = isinstance(cause, PeerError) or _is_transport_text(cause)
+            is_transport = isinstance(cause, PeerError | RemoteError) or _is_transport_text(cause)
             if isinstance(cause, PeerError):
                 peer_rank = error.global_peer(cause.peer_rank)
+            elif isinstance(cause, RemoteError):  # this rank is a victim of that one
+                peer_rank = cause.rank
             error = cause
     root = error if is_transport else unwrapped(error)
     message = f"{type(root).__name__}: {root}".splitlines()[0][:500]

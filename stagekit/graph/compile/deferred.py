@@ -63,11 +63,15 @@ class DeferredLog:
     def __init__(self) -> None:
         self._noted: list[Deferred] = []
 
-    def noter(self, rule: Rule) -> Callable[[Tensor, nn.Parameter, Tensor], None]:
-        """Return what a stage's graph calls after an operation, with its input, weight and output."""
+    def noter(self, rule: Rule, dims: int) -> Callable[[Tensor, nn.Parameter, Tensor], None]:
+        """Return what a stage's graph calls after an operation, with its input, weight of `dims` dimensions and output.
+
+        What the rule is not for (vectors, one unbatched image, complex numbers) does not wait.
+        """
+        least = 2 if dims == 2 else dims
 
         def note(x: Tensor, weight: nn.Parameter, y: Tensor) -> None:
-            if y.requires_grad and x.ndim > 1:
+            if y.requires_grad and x.ndim >= least and weight.ndim == dims and not weight.is_complex():
                 self._noted.append(Deferred(rule, x.detach(), weight, y))
 
         return note
@@ -98,17 +102,19 @@ def with_notes(bucket: fx.GraphModule, log: DeferredLog) -> fx.GraphModule:
             position = _WEIGHT_AT[node.target]
             with bucket.graph.inserting_after(node):
                 arguments = (node.args[position - 1], node.args[position], node)
-                bucket.graph.call_function(log.noter(_rule_of(node)), arguments)
+                bucket.graph.call_function(log.noter(*_rule_of(node)), arguments)
     bucket.recompile()
     return bucket
 
 
-def _rule_of(node: fx.Node) -> Rule:
+def _rule_of(node: fx.Node) -> tuple[Rule, int]:
+    """Return the rule of a marked operation, and the dimensions of the weights that it is for."""
     if node.target is aten.linear.default:
-        return linear_rule
+        return linear_rule, 2
     if node.target is aten.addmm.default:
-        return addmm_rule
-    return ConvolutionRule(_CONVOLUTIONS[node.target], node.args[3:])
+        return addmm_rule, 2
+    dims = _CONVOLUTIONS[node.target]
+    return ConvolutionRule(dims, node.args[3:]), dims + 2
 
 
 def linear_rule(x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:

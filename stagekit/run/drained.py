@@ -1,0 +1,90 @@
+"""Actions of a step that failed: they move what others wait for and compute nothing.
+
+A rank that goes on through its list so keeps its neighbours from waiting: receives are waited for, sends carry zeros,
+collectives are joined. Each function returns what runs instead of an action's own function; None: its own does.
+Called by stagekit.run.binding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stagekit.plan.actions import Op
+from stagekit.run.flight import Wiring
+from stagekit.run.transport import settle
+
+Call = Callable[[], None]
+
+
+def drained_forward(wiring: Wiring, index: int, stage: int, chunk: int) -> Call:
+    """Return F without its compute: zeros take the place of what it sends."""
+    flight, placement = wiring.flight, wiring.placement
+    outputs = wiring.runners[stage].spec.outputs
+    sent = {
+        edge.value
+        for _, peer in wiring.transfers(Op.SEND_F, stage, chunk)
+        for edge in placement.edges_between(stage, peer)
+    }
+
+    def forward() -> None:
+        _wait(wiring, wiring.transfers(Op.RECV_F, stage, chunk))
+        made: tuple[torch.Tensor, ...] = ()
+        for value in outputs:
+            layout = flight.shapes[chunk].edges[value] if value in sent else ((0,), (1,), torch.float32)
+            made += (_zeros(layout, wiring.inputs.device),)
+        flight.made[index] = made
+        if stage == placement.last_stage and wiring.loss is not None:
+            wiring.loss.abandon()
+        if wiring.gradient_maker(stage, chunk) is None:
+            _release(wiring, stage, chunk)
+
+    return forward
+
+
+def drained_backward(wiring: Wiring, index: int, op: Op, stage: int, chunk: int, *, is_last: bool) -> Call:
+    """Return B or I without its compute; every gradient that it sends is zero."""
+    flight = wiring.flight
+
+    def backward() -> None:
+        _wait(wiring, wiring.transfers(Op.RECV_B, stage, chunk))
+        for send, peer in wiring.transfers(Op.SEND_F, stage, chunk):
+            if wiring.comes_back(wiring.recorder.actions[send]):
+                for work, _ in flight.sent[send]:
+                    settle(work, wiring.placement.stage_ranks[peer])
+                flight.sent[send] = ()
+        flight.returned[index] = [None] * len(wiring.runners[stage].spec.inputs)
+        if op is Op.B:
+            _complete(wiring, stage, chunk, is_last=is_last)
+
+    return backward
+
+
+def drained_weights(wiring: Wiring, stage: int, chunk: int, *, is_last: bool) -> Call:
+    """Return W without its compute."""
+    return lambda: _complete(wiring, stage, chunk, is_last=is_last)
+
+
+def _complete(wiring: Wiring, stage: int, chunk: int, *, is_last: bool) -> None:
+    if is_last:
+        wiring.reductions.abandon(stage)
+    _release(wiring, stage, chunk)
+
+
+def _wait(wiring: Wiring, receives: Sequence[tuple[int, int]]) -> None:
+    for index, peer in receives:
+        for work, _ in wiring.flight.received[index]:
+            settle(work, wiring.placement.stage_ranks[peer])
+
+
+def _release(wiring: Wiring, stage: int, chunk: int) -> None:
+    for receive in wiring.held(stage, chunk):
+        for _, buffer in wiring.flight.received[receive]:
+            wiring.pool.give(buffer)
+        wiring.flight.received[receive] = ()
+
+
+def _zeros(layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype], device: torch.device) -> torch.Tensor:
+    shape, stride, dtype = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
