@@ -80,6 +80,12 @@ def test_costs_can_be_counted_instead_of_measured(costs: str) -> None:
     assert chosen(f"balanced:{costs}", 4).begins == choice.begins
 
 
+@pytest.mark.parametrize("costs", ["flops", "bytes"])
+def test_counted_costs_spread_equal_blocks_of_a_small_model_evenly(costs: str) -> None:
+    sizes = parameter_bytes(chosen(Balanced(costs=costs), 3))
+    assert max(sizes) < 2.2 * min(sizes), sizes
+
+
 def test_unknown_costs_are_refused() -> None:
     with pytest.raises(SplitError, match="costs is 'guessed'; there are measured, flops, bytes"):
         Balanced(costs="guessed")

@@ -98,8 +98,11 @@ def _balanced(captured: Captured, layout: Layout, wish: Balanced, stages: int, u
     legal = _block_begins(layout, stages) if wish.block_boundaries else layout.legal
     speeds = wish.speeds or (1.0,) * (stages // usage.stages_per_rank)
 
+    crossing, ranks = layout.crossing_s(captured), usage.ranks(stages)
+    if wish.costs != "measured":
+        crossing = _as_tie_breaks(crossing, sum(seconds) / stages)
+
     def solve(memory: Memory | None) -> Partition:
-        crossing, ranks = layout.crossing_s(captured), usage.ranks(stages)
         return partition(seconds, crossing, legal, stages, speeds=speeds, ranks=ranks, memory=memory)
 
     report = f"balanced on {'measured costs' if wish.costs == 'measured' else wish.costs}"
@@ -114,6 +117,15 @@ def _balanced(captured: Captured, layout: Layout, wish: Balanced, stages: int, u
         report += f", largest stage {in_units(needs)} of {in_units(cap)}"
     noun = "stage" if usage.stages_per_rank == 1 else "rank"
     return Choice(found.begins, f"{report}: {_gap(found, 1e3, 'ms', noun)}", costs if wish.costs == "measured" else {})
+
+
+def _as_tie_breaks(crossing: Sequence[float], mean_stage_s: float) -> list[float]:
+    """Scale transfers down to 1 % of a mean stage. Counted costs know nothing of the overhead of each operation, so that in
+    a small model the latency of a link would outweigh them all.
+    """
+    largest = max(crossing, default=0.0)
+    factor = min(1.0, 0.01 * mean_stage_s / largest) if largest else 1.0
+    return [factor * each for each in crossing]
 
 
 def _costs(captured: Captured, layout: Layout, how: str) -> Mapping[str, Cost]:
