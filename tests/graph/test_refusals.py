@@ -165,6 +165,18 @@ def converts_a_layer(model: Any, h: Tensor, x: Tensor) -> Tensor:
     return model.first.to(torch.float64)(h.double()).float()  # type: ignore[no-any-return]
 
 
+def doubles_a_layer(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return model.first.double()(h.double()).float()  # type: ignore[no-any-return]
+
+
+def retypes_a_layer(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return model.first.type(torch.float64)(h.double()).float()  # type: ignore[no-any-return]
+
+
+def draws_up_to_infinity(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * torch.empty_like(h).random_(3, None)
+
+
 @pytest.mark.parametrize(
     ("middle", "attributes", "message"),
     [
@@ -173,6 +185,9 @@ def converts_a_layer(model: Any, h: Tensor, x: Tensor) -> Tensor:
         (counts_in_a_tensor, {"seen": torch.zeros(6)}, r"seen of Model is written.*register it as a buffer"),
         (size_as_tensor, {}, rf"{LINE}, in forward.*torch\.div.*compute sizes with Python's //"),
         (converts_a_layer, {}, rf"Linear\.to\(\) changes weights in forward {LINE}"),
+        (doubles_a_layer, {}, rf"Linear\.double\(\) changes weights in forward {LINE}"),
+        (retypes_a_layer, {}, rf"Linear\.type\(\) changes weights in forward {LINE}"),
+        (draws_up_to_infinity, {}, rf"random_\(3, None\) can't be captured {LINE}"),
         (assigns_data, {}, rf"\.data of a tensor is assigned in forward {LINE}, in assigns_data"),
     ],
 )
@@ -186,6 +201,20 @@ def test_what_needs_other_words_says_what_to_do_and_prints_nothing(
 
 @pytest.mark.parametrize("middle", [detaches_by_data, writes_data])
 def test_data_of_a_tensor_is_the_tensor_without_gradient(middle: Any) -> None:
+    assert capture(Model(middle), (x_of(),)).self_check == "values"
+
+
+def converts_to_what_it_is(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return model.first.float().cpu().to(torch.float32)(h)  # type: ignore[no-any-return]
+
+
+def random_integers(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    a, b = torch.empty_like(h).random_(0, 5), torch.empty_like(h).random_(to=7, **{"from": 3})
+    return h * a * b + torch.empty_like(h).random_(2) + (torch.zeros_like(x, dtype=torch.uint8).random_() & 1)
+
+
+@pytest.mark.parametrize("middle", [converts_to_what_it_is, random_integers])
+def test_conversions_that_change_nothing_and_random_integers_between_bounds_are_captured(middle: Any) -> None:
     assert capture(Model(middle), (x_of(),)).self_check == "values"
 
 

@@ -1,4 +1,4 @@
-"""Where torch leaves the way that a capture follows: its modules' looks at values, `.data`, `is_compiling()`, printed graphs.
+"""Where torch leaves the way that a capture follows: looks at values, `.data`, `random_`, `is_compiling()`, printed graphs.
 
 nn.Transformer compares a mask with the causal one and gives attention a hint if they are equal; without the hint the
 mask itself is applied, which is the same sum. `.data` is no operation that export sees; `.detach()` gives the same tensor.
@@ -73,32 +73,61 @@ def _as_told(mask: Tensor | None, is_causal: bool | None = None, size: Any = Non
     return is_causal is True
 
 
+_DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+_CONVERT = ("to", *_DTYPES, "cpu", "cuda", "type")
+
+
 @contextlib.contextmanager
 def modules_stay() -> Iterator[None]:
-    """Make `module.to(...)` in forward the module itself where it changes nothing; on fake tensors torch's own fails."""
-    original = nn.Module.to
+    """Make `module.to(...)`, `.float()`, `.cpu()` in forward the module itself where they change nothing.
 
-    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        wanted: Any = torch._C._nn._parse_to(*args, **kwargs)
-        device, dtype, _, layout = wanted
+    On fake tensors torch's own fail. What would change weights is refused.
+    """
+    originals = {name: getattr(nn.Module, name) for name in _CONVERT}
+    try:
+        for name in _CONVERT:
+            setattr(nn.Module, name, _staying(name))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(nn.Module, name, original)
+
+
+def _staying(name: str) -> Any:
+    def convert(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, layout = _wanted(name, args, kwargs)
         for tensor in (*module.parameters(), *module.buffers()):
             moved = device is not None and torch.device(device).type != tensor.device.type
-            if moved or layout is not None or (dtype not in (None, tensor.dtype) and tensor.is_floating_point()):
+            cast = dtype not in (None, tensor.dtype) and (tensor.is_floating_point() or name == "type")
+            if moved or layout is not None or cast:
                 raise CaptureError(
-                    f"{type(module).__name__}.to() changes weights in forward{line_here()}; call it where the model is "
-                    "built, or convert the activations"
+                    f"{type(module).__name__}.{name}() changes weights in forward{line_here()}; call it where the model "
+                    "is built, or convert the activations"
                 )
         return module
 
-    nn.Module.to = to  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.to = original  # type: ignore[method-assign]
+    return convert
+
+
+def _wanted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the device, dtype and memory format that a conversion asks for, None where it leaves them."""
+    if name in _DTYPES:
+        return None, _DTYPES[name], None
+    if name in ("cpu", "cuda"):
+        return name, None, None
+    if name == "type":
+        wanted = (*args, *kwargs.values())[0]
+        return None, wanted if isinstance(wanted, torch.dtype) else torch.empty(0).type(wanted).dtype, None
+    device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype, layout
 
 
 class DataIsDetached(TorchFunctionMode):
-    """While entered, an export records `x.data` as `x.detach()` and refuses to assign it."""
+    """While entered, an export records `x.data` as `x.detach()` and refuses to assign it.
+
+    `x.random_(low, high)` is recorded as `x.random_(high - low).add_(low)`, the same numbers: printed graphs name the
+    operator's arguments, and one of them is called `from`.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.data.__get__ and is_recording():  # type: ignore[attr-defined]
@@ -108,4 +137,19 @@ class DataIsDetached(TorchFunctionMode):
                 f".data of a tensor is assigned in forward{line_here()}, which no capture sees; write the tensor under "
                 "torch.no_grad(): with copy_(), add_() or mul_()"
             )
+        if func is Tensor.random_ and is_recording():
+            return _random(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _random(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    generator = kwargs.pop("generator", None)
+    low, high = (*args, *(kwargs[name] for name in ("from", "to") if name in kwargs), None, None)[:2]
+    if low is None:
+        return tensor.random_(generator=generator)
+    if len(args) + len(kwargs) == 1:
+        return tensor.random_(low, generator=generator)
+    if high is None:
+        raise CaptureError(f"random_({low}, None) can't be captured{line_here()}; say where the numbers end")
+    drawn = tensor.random_(high - low, generator=generator)
+    return drawn.add_(low) if low else drawn
