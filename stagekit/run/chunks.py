@@ -97,16 +97,20 @@ def check_fixed_shapes(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[i
                 )
 
 
-def split_target(leaves: Sequence[Tensor], rows: int, sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
-    """Return, per chunk, the target's leaves: cut along dim 0, a scalar whole.
-
-    Raises ShapeError for a leaf whose first dimension is not the batch: broadcasting would make a wrong loss of it.
+def check_target(leaves: Sequence[Any], rows: int) -> None:
+    """Raise ShapeError for a leaf of the target whose first dimension is not the batch: broadcasting would make a wrong
+    loss of it.
     """
     for number, leaf in enumerate(leaves):
-        if leaf.ndim and leaf.shape[0] != rows:
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] != rows:
             raise ShapeError(
                 f"the target's leaf {number} has shape {tuple(leaf.shape)}, but the batch has {rows} rows; "
                 "its first dimension must be the batch (a scalar goes to every chunk whole)"
             )
+
+
+def split_target(leaves: Sequence[Tensor], rows: int, sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
+    """Return, per chunk, the target's leaves: cut along dim 0, a scalar whole. Raises ShapeError like `check_target`."""
+    check_target(leaves, rows)
     parts = [torch.split(leaf, list(sizes), 0) if leaf.ndim else (leaf,) * len(sizes) for leaf in leaves]
     return list(zip(*parts, strict=True)) if parts else [()] * len(sizes)

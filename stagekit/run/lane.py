@@ -144,7 +144,7 @@ class Lane:
         try:
             if self._placement.rank != 0:  # it checked its own before it made the header
                 self._check_given(leaves, target, number)
-                self._check_own(leaves, header)
+                self._check_own(leaves, target, header)
         except UserError as error:
             if self._alarm is None:
                 raise
@@ -284,6 +284,7 @@ class Lane:
             raise UserError("rank 0 (the first stage) was given no argument that carries the batch")
         sizes = chunk_sizes(rows, self._num_chunks)
         chunking.check_fixed_shapes(spec, leaves, sizes)
+        chunking.check_target(pytree.tree_leaves(target), rows)
         values = chunking.symbol_values(spec, leaves, sizes)[sizes[0]]
         fixed = [symbol for symbol in spec.symbols if not symbol.is_batch]
         missing = [spec.inputs[symbol.graph_input].name for symbol in fixed if symbol.name not in values]
@@ -311,13 +312,14 @@ class Lane:
                 "who passes what is agreed once: pass the same on every step"
             )
 
-    def _check_own(self, leaves: Sequence[Any], header: Header) -> None:
+    def _check_own(self, leaves: Sequence[Any], target: Any, header: Header) -> None:
         rows = chunking.batch_rows(self._spec, leaves)
         if rows is not None and rows != header.rows:
             raise ShapeError(
                 f"rank {self._placement.rank} was given {rows} rows, rank 0 {header.rows}; pass the same batch"
             )
         chunking.check_fixed_shapes(self._spec, leaves, chunk_sizes(header.rows, self._num_chunks))
+        chunking.check_target(pytree.tree_leaves(target), header.rows)
 
     # ---- the batch
 

@@ -94,6 +94,18 @@ def fails_twice(rank, schedule, stages_per_rank, failing, replicas=1):
     return results
 
 
+def is_given_a_short_target(rank, owner):
+    """Only `owner` has the target, of four rows."""
+    run = run_of("1f1b", 1)
+    x, index, target = batch(0)
+    before = snapshot(run)
+    try:
+        run.step(x, index, target=target[:4] if rank == owner else None)
+    except (ShapeError, RemoteError) as error:
+        state = run.state_dict()
+        return type(error).__name__, str(error), all(torch.equal(before[name], state[name]) for name in state)
+
+
 def everything(rank):
     """All that two ranks show, in one pair of processes."""
     found = {
@@ -101,6 +113,7 @@ def everything(rank):
         for schedule, stages_per_rank in SCHEDULES
         for failing in ("index", "target")
     }
+    found["short"] = [is_given_a_short_target(rank, owner) for owner in (0, 1)]
     return found | {"slow": fails_while_another_computes(rank), "refused": refuses_its_batch(rank)}
 
 
@@ -198,3 +211,12 @@ def test_a_rank_that_refuses_its_batch_tells_the_others_and_the_next_step_runs(t
     assert first[1][0] == "RemoteError" and second[1][0] == "ShapeError"
     assert first[1][1] == second[1][1] == "rank 1 was given 11 rows, rank 0 12; pass the same batch"
     assert first[2] == second[2]
+
+
+def test_a_target_of_other_rows_is_refused_on_every_rank_before_any_stage_computes(two):
+    for rank, found in enumerate(two):
+        for owner, (kind, text, is_untouched) in enumerate(found["short"]):
+            assert is_untouched
+            if rank == owner or owner == 1:
+                assert "the target's leaf 0 has shape (4, 8), but the batch has 12 rows" in text
+            assert kind == ("RemoteError" if owner == 1 and rank == 0 else "ShapeError")
