@@ -50,6 +50,14 @@ def branch(model: Any, h: Tensor, x: Tensor) -> Tensor:
     return h
 
 
+def branch_around_a_view(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h.view(-1, 6) if h.sum() > 0 else h
+
+
+def distribution(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return torch.distributions.Normal(h, 1.0).rsample()  # type: ignore[no-untyped-call, no-any-return]
+
+
 def drop_layer(model: Any, h: Tensor, x: Tensor) -> Tensor:
     return x if torch.rand([]) < 0.3 else h
 
@@ -139,6 +147,8 @@ def remembered(model: Any, h: Tensor, x: Tensor) -> Tensor:
     ("middle", "message"),
     [
         (branch, rf"{LINE}, in branch \(if h\.sum\(\) > 0:\): it decides on a value.*torch\.where"),
+        (branch_around_a_view, rf"{LINE}, in branch_around_a_view \(return h\.view.*\): it decides on a value"),
+        (distribution, rf"{LINE}, in distribution .*pass validate_args=False to the distribution"),
         (drop_layer, rf"{LINE}, in drop_layer .*decides on a value"),
         (drop_layer_by_python, r"draws random numbers from Python's random module.*random mask"),
         (drop_layer_by_numpy, r"draws random numbers from numpy\.random"),

@@ -121,12 +121,17 @@ def refusal(module: nn.Module, error: BaseException) -> CaptureError:
             f"{head}: {averages} is a BatchNorm with momentum=None, which reads the number of batches in Python; give it "
             "a momentum"
         )
-    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) and _TAKES_SIZES.search(head):
+    looks = isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException)
+    if looks and _is_in_distributions(error):
+        return CaptureError(
+            f"{head}: torch.distributions checks the values that it is given; pass validate_args=False to the distribution"
+        )
+    if looks and _TAKES_SIZES.search(_expression(error)):
         return CaptureError(
             f"{head}: a size may be a tensor there, as torch.div(size, 2) gives one; compute sizes with Python's +, -, *, //. "
             f"Otherwise it {_BRANCH}"
         )
-    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
+    if looks:
         return CaptureError(f"{head}: it {_BRANCH}")
     if isinstance(error, DynamicOutputShapeException):
         return CaptureError(f"{head}: it {_SELECTS}")
@@ -158,10 +163,29 @@ def _averages_all(child: nn.Module) -> bool:
     return isinstance(child, nn.modules.batchnorm._NormBase) and child.momentum is None and child.track_running_stats
 
 
-def _source(error: BaseException) -> str:
+def _is_in_distributions(error: BaseException) -> bool:
+    return any("/torch/distributions/" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _own_frame(error: BaseException) -> traceback.FrameSummary | None:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_ours(frame.filename)]
-    line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip() if own else ""
+    return own[-1] if own else None
+
+
+def _source(error: BaseException) -> str:
+    frame = _own_frame(error)
+    line = linecache.getline(frame.filename, frame.lineno or 0).strip() if frame else ""
     return f" ({line})" if line else ""
+
+
+def _expression(error: BaseException) -> str:
+    """Return the part of the user's line that was being evaluated: a branch, not what stands in its arms."""
+    frame = _own_frame(error)
+    if frame is None:
+        return ""
+    line = linecache.getline(frame.filename, frame.lineno or 0).encode()
+    ends_here = frame.end_lineno == frame.lineno
+    return line[frame.colno : frame.end_colno if ends_here else None].decode(errors="replace")
 
 
 @contextlib.contextmanager
