@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stagekit
+from stagekit.errors import UserError
 from stagekit.testing import run_local
 
 X, CHUNKS = torch.randn(12, 6, generator=torch.Generator().manual_seed(1)), 3
@@ -162,3 +163,44 @@ def average_and_read_the_old_one(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("run", [count, count_and_read, assign, average, average_and_read_the_old_one])
 def test_a_buffer_assigned_at_the_start_of_forward_leaves_the_rest_to_be_cut(run: Any) -> None:
     check(run, stages=3, schedule="zb-h1")
+
+
+def write_what_was_reshaped(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).sin()
+    part = h[:, :5].reshape(-1)
+    part.mul_(2)
+    return m.c(m.b(h).sin())  # type: ignore[no-any-return]
+
+
+def read_what_was_flattened(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).sin()
+    part = h[:, :5].flatten(0, 1)
+    h.add_(2)
+    return m.c(m.b(h).sin()) + part.sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("run", [write_what_was_reshaped, read_what_was_flattened])
+def test_a_size_at_which_a_reshape_no_longer_copies_is_refused_where_one_of_both_is_written(
+    run: Any, checked: str
+) -> None:
+    x = torch.randn(12, 8, 6)
+    check(run, x)
+    check(run, x[:, :6].contiguous(), example=x[:4])
+    with pytest.raises(UserError, match=r"6\*"):
+        check(run, x[:, :5].contiguous(), example=x[:4])
+
+
+def reshape_only(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).sin()
+    return m.c(m.b(h).sin()) + h[:, :5].reshape(-1).sum()  # type: ignore[no-any-return]
+
+
+def write_a_reshape_of_a_value_that_nobody_reads(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).sin()[:, :5].reshape(-1, 6)
+    return m.c(m.b(h.mul_(2)).view(x.shape[0], -1, 6)).mean(1, keepdim=True) + x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("run", [reshape_only, write_a_reshape_of_a_value_that_nobody_reads])
+def test_any_size_will_do_where_it_does_not_matter_whether_a_reshape_copies(run: Any) -> None:
+    x = torch.randn(12, 8, 6)
+    check(run, x[:, :5].contiguous(), example=x[:4])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -30,6 +31,7 @@ from stagekit.graph.capture.specs import Leaf, Spec, batch_dims, flatten_named
 from stagekit.graph.capture.symbols import SymbolTable, symbol_table
 from stagekit.graph.passes.aliasing import functionalise
 from stagekit.graph.passes.buffers import clone_written_inputs, snapshot_buffers, write_back_early
+from stagekit.graph.passes.layouts import layout_conditions
 from stagekit.graph.passes.normalise import drop_dead_code, normalise
 from stagekit.graph.passes.propagate import line_of, propagate
 from stagekit.graph.values.build import Start, ValueSource, named_tensors, open_model
@@ -249,7 +251,7 @@ def _captured(
     table = symbol_table(in_order, [leaf.value for leaf in leaves], split_dims, exported.range_constraints)
     _check_symbols(graph, table)
     table = table.with_maximum(table_limits(graph, table))
-    storages = _settle(graph, origins, fakes, mode)
+    storages, layouts = _settle(graph, origins, fakes, mode)
     held = {name: origin.name for name, origin in origins.items() if origin.kind != "input"}
     check_sharing(module, held.values(), written_names(graph, storages, held))
     inputs = tuple(
@@ -268,7 +270,7 @@ def _captured(
         storages=storages,
         inputs=inputs,
         symbols=table,
-        guards=table.guards([*model.guards, *list_conditions(graph)]),
+        guards=table.guards([*model.guards, *list_conditions(graph), *layouts]),
         fixed=model.fixed,
         aliases=aliases,
         tensors=tensors,
@@ -302,12 +304,17 @@ def _placeholder_value(node: fx.Node, origin: Origin, leaves: list[Leaf]) -> Any
 
 def _settle(
     graph: fx.Graph, origins: Mapping[str, Origin], fakes: Mapping[str, Any], mode: FakeTensorMode
-) -> dict[str, int]:
-    """Run the alias passes until nothing changes; return the storage numbers of the final graph."""
+) -> tuple[dict[str, int], list[sympy.Basic]]:
+    """Run the alias passes until nothing changes; return the storage numbers of the final graph, and for which sizes
+    memory is shared as these passes saw it.
+    """
     inputs = {name for name, origin in origins.items() if origin.kind == "input"}
+    conditions: list[sympy.Basic] | None = None
     while True:
         storages = propagate(graph, fakes, mode)
         kept = frozenset(storages[name] for name in origins if name in storages and name not in inputs)
+        if conditions is None:
+            conditions = layout_conditions(graph, storages, kept)
         changed = functionalise(graph, storages, kept)
         changed = (
             changed
@@ -316,7 +323,7 @@ def _settle(
             or snapshot_buffers(graph, storages, set(fakes) - inputs)
         )
         if not changed:
-            return storages
+            return storages, conditions
         drop_dead_code(graph)
 
 
