@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -234,6 +235,24 @@ def test_state_outside_of_buffers_that_changes_the_output_is_found_in_a_second_c
 ) -> None:
     with pytest.raises(CaptureError, match=r"in a second call, output 0 differs.*state kept outside"):
         capture(Model(middle, **attributes), (x_of(),))
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(lambda x: x.shape[0], "args[0].shape[0]"), (lambda x: 2 * x.shape[0] + 1, "2*args[0].shape[0] + 1")],
+)
+def test_a_number_of_rows_among_the_outputs_is_refused_by_its_key(number: Any, shown: str) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return {"out": self.layer(x), "stats": {"rows": number(x)}}
+
+    captured = capture(Counts(), (x_of(),))
+    with pytest.raises(CaptureError, match=r"returns output\['stats'\]\['rows'\], a number.*: " + re.escape(shown)):
+        captured.cut("balanced", 1)
 
 
 def doubled_when_compiled(model: Any, h: Tensor, x: Tensor) -> Tensor:

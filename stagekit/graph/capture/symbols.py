@@ -6,7 +6,7 @@ processes agree. Called by graph.capture, graph.cut and graph.cut.stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._sympy.functions import Max, Min
 from torch.utils._sympy.printers import PythonPrinter
 
 from stagekit.errors import BugError, CaptureError
-from stagekit.plan.contract import Dim, Symbol, TensorSpec
+from stagekit.plan.contract import Dim, GraphInput, Symbol, TensorSpec
 from stagekit.plan.shapes import evaluate, holds
 
 
@@ -63,6 +63,11 @@ class SymbolTable:
         for text in texts:
             self._check_form(text, lambda text: holds(text, self._examples()))
         return texts
+
+    def told(self, number: Any, inputs: Sequence[GraphInput]) -> str:
+        """Return a symbolic number in the user's words: "args[0].shape[1] * 2"."""
+        shown = {s.name: sympy.Symbol(f"{inputs[s.graph_input].name}.shape[{s.dim}]") for s in self.symbols}
+        return str(number.node.expr.xreplace({old: shown[new] for old, new in self.names.items()}))
 
     def _written(self, expr: sympy.Basic) -> str:
         """Return an expression over export's symbols as Python over ours."""

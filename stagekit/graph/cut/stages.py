@@ -383,14 +383,18 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _output_specs(captured: Captured, last: StageGraph, fakes: Mapping[str, Any]) -> tuple[OutputSpec, ...]:
     known = set(last.outputs)
     specs = []
-    for leaf in _output_leaves(captured):
+    for index, leaf in enumerate(_output_leaves(captured)):
         if not isinstance(leaf, fx.Node):
             specs.append(OutputSpec(None, None, None, leaf))
             continue
         if is_size(leaf):
             value = leaf.meta["val"]
             if not isinstance(value, int | float):
-                raise CaptureError(f"the model returns a size ({value}) that differs between chunks; return tensors")
+                raise CaptureError(
+                    f"the model returns {_output_name(captured, index)}, a number that differs between chunks: "
+                    f"{captured.symbols.told(value, captured.inputs)}{line_of(leaf)}; leave it out and take it from the shape of "
+                    "what you pass or of a returned tensor"
+                )
             specs.append(OutputSpec(None, None, None, value))
             continue
         name = leaf.name if leaf.name in known else f"{leaf.name}_out"
@@ -402,6 +406,15 @@ def _output_specs(captured: Captured, last: StageGraph, fakes: Mapping[str, Any]
 def _output_leaves(captured: Captured) -> list[Any]:
     """Return the output's leaves in the order of `out_tree`, None included."""
     return list(pytree.tree_leaves(_output(captured.graph).args[0], is_leaf=lambda leaf: leaf is None))
+
+
+def _output_name(captured: Captured, index: int) -> str:
+    """Return how one reaches leaf number `index` of what the model returns: output['rows']."""
+    numbers = pytree.tree_unflatten(list(range(captured.out_tree.num_leaves)), captured.out_tree)
+    try:
+        return "output" + pytree.keystr(pytree.tree_flatten_with_path(numbers)[0][index][0])
+    except ValueError:  # a class of the user's, registered without keys
+        return f"value {index}"
 
 
 def _merge_dim(captured: Captured, spec: TensorSpec) -> int | None:
