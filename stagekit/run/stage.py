@@ -64,6 +64,22 @@ def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...], wante
         _ENGINE.run_backward(roots, gradients, False, False, wanted, allow_unreachable=True, accumulate_grad=True)
 
 
+def _other_leaves(root: Tensor, known: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the leaves that a backward from `root` reaches beside `known`."""
+    seen, todo = {id(leaf) for leaf in known}, [root.grad_fn]
+    nodes = set[Any]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield leaf
+        todo += [following for following, _ in node.next_functions]
+
+
 def written_states(module: nn.Module) -> list[Tensor]:
     """Return what a forward of `module` writes beside its outputs; every buffer, if the module does not say."""
     ask = getattr(module, "written_states", None)
@@ -118,6 +134,7 @@ class StageRunner:
             assert isinstance(module, DefersWeights)
             module.defer_weights()
             self._take_deferred = module.take_deferred
+        self._leaves_of_loss: tuple[Tensor, ...] | None = None  # what the loss function trains of its own, once seen
         self._trained = tuple(p for p in module.parameters() if p.requires_grad)
         self.num_chunks_held = self.peak_chunks = 0  # chunks between their forward and their backward
 
@@ -214,7 +231,12 @@ class StageRunner:
         arguments, _, _, _, deferred = self._saved[chunk]
         del self._saved[chunk]
         if gradient is not None and root.requires_grad:
-            run_backward((root,), (gradient,), self._wanted(arguments, deferred))
+            wanted = self._wanted(arguments, deferred)
+            if wanted:
+                if self._leaves_of_loss is None:
+                    self._leaves_of_loss = tuple(_other_leaves(root, [*wanted, *self._trained]))
+                wanted += self._leaves_of_loss
+            run_backward((root,), (gradient,), wanted)
         self._waiting[chunk] = deferred
         return self._gradients(arguments)
 

@@ -103,6 +103,25 @@ def test_every_schedule_trains_as_the_unsplit_model(schedule: str, per_rank: int
         assert same_bits(result, trained("gpipe", 1))
 
 
+def test_a_loss_that_trains_something_itself_does_so_under_halved_backwards() -> None:
+    captured, x, _ = mixed()
+    seen = {}
+    for schedule in ("gpipe", "zb-h1"):
+        scale = nn.Parameter(torch.tensor(2.0))
+        pipe = plan_pipeline(
+            captured,
+            loss_fn=lambda output, target, scale=scale: (output * scale).square().mean(),
+            stages=4,
+            chunks=CHUNKS,
+            schedule=schedule,
+            split="layers",
+            seed=SEED,
+        )
+        run_local(pipe, x, target=torch.zeros(len(x)))
+        seen[schedule] = scale.grad
+    assert seen["gpipe"] is not None and torch.equal(seen["gpipe"], seen["zb-h1"])
+
+
 def halves(captured: Captured, name: str, stages: int, at_nodes: list[str], schedule: str) -> LocalResult:
     pipe = plan_pipeline(
         captured,
