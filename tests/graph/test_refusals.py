@@ -259,9 +259,39 @@ def doubled_when_compiled(model: Any, h: Tensor, x: Tensor) -> Tensor:
     return h * 2 if torch.compiler.is_compiling() else h
 
 
-def test_a_model_that_computes_something_else_when_compiled_is_told_where_it_asks() -> None:
-    with pytest.raises(CaptureError, match=rf"output 0 differs.*is_compiling\(\) {LINE}, in doubled_when_compiled"):
-        capture(Model(doubled_when_compiled), (x_of(),))
+def doubled_when_dynamo_compiles(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if torch._dynamo.is_compiling() else h
+
+
+def doubled_when_exported(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * 2 if torch.compiler.is_exporting() else h
+
+
+@pytest.mark.parametrize(
+    ("middle", "asked"),
+    [
+        (doubled_when_compiled, r"torch\.compiler\.is_compiling"),
+        (doubled_when_dynamo_compiles, r"torch\._dynamo\.is_compiling"),
+        (doubled_when_exported, r"torch\.compiler\.is_exporting"),
+    ],
+)
+def test_a_model_that_computes_something_else_when_compiled_is_told_where_it_asks(middle: Any, asked: str) -> None:
+    with pytest.raises(CaptureError, match=rf"output 0 differs.*forward asks {asked}\(\) {LINE}, in {middle.__name__}"):
+        capture(Model(middle), (x_of(),))
+
+
+@torch.library.custom_op("stagekit_tests::noisy_backward", mutates_args=())
+def noisy_backward(x: Tensor) -> Tensor:
+    return x * 2
+
+
+noisy_backward.register_fake(torch.empty_like)
+noisy_backward.register_autograd(lambda ctx, grad: grad * torch.rand_like(grad))
+
+
+def test_an_operator_whose_backward_draws_is_refused_with_where_to_draw() -> None:
+    with pytest.raises(CaptureError, match=r"gradient of first\.\w+ differs.*random numbers.*in its forward"):
+        capture(Model(lambda model, h, x: noisy_backward(h)), (x_of(),))
 
 
 def test_example_inputs_on_the_meta_device_are_refused_by_name() -> None:

@@ -200,8 +200,7 @@ def capture(
             if not exported.compiled_branch:
                 raise
             raise CaptureError(
-                f"{error}; forward asks torch.compiler.is_compiling(){exported.compiled_branch}, and a capture hears yes: "
-                "let it compute the same either way"
+                f"{error}; forward asks {exported.compiled_branch}, and a capture hears yes: let it compute the same either way"
             ) from error
         symbols = captured.symbols.with_minimum(verdict.minimum)
         return dataclasses.replace(captured, self_check=verdict.kind, symbols=symbols)

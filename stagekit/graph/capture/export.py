@@ -41,7 +41,7 @@ class Exported:
 
     `calls` are the calls of custom autograd.Functions, which the program holds by number. `guards` are the conditions
     over sizes that the model's own branches put (`if length % 2 == 0`): beyond them it is another model.
-    `compiled_branch`: the line where forward asked whether it is compiled and heard yes. `fixed`: why a size that should be
+    `compiled_branch`: by what call and where forward asked whether it is compiled and heard yes. `fixed`: why a size that should be
     symbolic is not.
     """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,22 +51,34 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+_QUESTIONS = (("torch.compiler", "is_compiling"), ("torch.compiler", "is_exporting"), ("torch._dynamo", "is_compiling"))
+
+
 @contextlib.contextmanager
 def answering_compiling(answer: bool, asked: list[str]) -> Iterator[None]:
-    """Let the model (not torch itself) hear `answer` from torch.compiler.is_compiling(); note where it asks in `asked`."""
-    original = torch.compiler.is_compiling
+    """Let the model (not torch itself) hear `answer` from torch.compiler.is_compiling() and its like.
 
-    def is_compiling() -> bool:
-        if is_ours(sys._getframe(1).f_code.co_filename):
-            return original()
-        asked.append(line_here())
-        return answer and original()
-
-    torch.compiler.is_compiling = is_compiling
+    Where it asks what is noted in `asked`.
+    """
+    found = [(sys.modules[module], name, f"{module}.{name}()") for module, name in _QUESTIONS if module in sys.modules]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in found]
     try:
+        for module, name, shown in found:
+            setattr(module, name, _answering(getattr(module, name), shown, answer, asked))
         yield
     finally:
-        torch.compiler.is_compiling = original
+        for module, name, original in originals:
+            setattr(module, name, original)
+
+
+def _answering(original: Callable[[], bool], shown: str, answer: bool, asked: list[str]) -> Callable[[], bool]:
+    def question() -> bool:
+        if is_ours(sys._getframe(1).f_code.co_filename):
+            return original()
+        asked.append(f"{shown}{line_here()}")
+        return answer and original()
+
+    return question
 
 
 def _as_told(mask: Tensor | None, is_causal: bool | None = None, size: Any = None) -> bool:

@@ -51,6 +51,7 @@ _VALUES = (
     "look for values that Python read or computed in forward (.item(), .data, a list), gradients switched on or off by "
     "hand, and a custom autograd.Function"
 )
+_BACKWARD = "; or for random numbers that a torch.library operator draws in its backward: draw them in its forward"
 _STATE = "look for state kept outside of parameters and buffers: register it as a buffer and compute with torch"
 
 
@@ -280,6 +281,8 @@ def _compare(what: str, expected: dict[Any, Any], got: dict[Any, Any], floor: fl
         else:
             text = f"is {_word(other)} instead of {_word(value)}"
         hint = _STATE if " call" in what or "further, " in what else _VALUES
+        if hint is _VALUES and "gradient" in what:
+            hint += _BACKWARD
         raise CaptureError(f"the capture does not compute what the model computes: {what} {name} {text}; {hint}")
 
 
