@@ -100,28 +100,59 @@ def _writes_one_of(node: fx.Node, values: Container[fx.Node]) -> bool:
 
 
 def snapshot_buffers(graph: fx.Graph, storage_of: Mapping[str, int], states: set[str]) -> bool:
-    """Let readers of a buffer after its last write read a copy, which may cross a cut; the buffer has one owner.
+    """Let readers of a state after its last write read a copy, which may cross a cut; the state has one owner.
 
-    `states`: placeholder names of parameters, buffers and constants. Tells whether any copy was made.
+    What other chunks write later leaves the copy alone, so it may be kept for backward. `states`: placeholder names of
+    parameters, buffers and constants. Tells whether any copy was made.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     sharing = nodes_by_storage(graph, storage_of)
-    writes = [(node, written) for node in graph.nodes if (written := written_inputs(node))]
     changed = False
     for placeholder in [n for n in graph.nodes if n.op == "placeholder" and n.name in states]:
-        same = set(sharing.get(storage_of.get(placeholder.name, -1), ()))
-        writers = {node for node, written in writes if any(target in same for target in written)}
-        if not writers or not same <= {placeholder, *writers}:
-            continue  # never written, or read through views
-        last = max(writers, key=order.__getitem__)
+        same = sharing.get(storage_of.get(placeholder.name, -1), [])
+        writers = [node for node in graph.nodes if _writes_one_of(node, same)]
+        if not writers:
+            continue
+        last = writers[-1]
         late = {user for node in same for user in node.users if order[user] > order[last]}
-        if not late or all(user.target is _CLONE for user in late):
+        read = [node for node in same if not late.isdisjoint(node.users) and order[node] <= order[last]]
+        if (
+            not late
+            or all(user.target is _CLONE for user in late)
+            or not all(_repeatable(n, placeholder, same) for n in read)
+        ):
             continue
         with graph.inserting_after(last):
             copy = graph.call_function(_CLONE, (placeholder,))
         # whoever wrote without gradients, those who read may want one
         copy.meta = {**last.meta, "val": placeholder.meta["val"], "context": ()}
-        for node in same:
-            node.replace_all_uses_with(copy, delete_user_cb=late.__contains__)
+        copies = {placeholder: copy}
+        for node in read:
+            node.replace_all_uses_with(_repeated(node, copies), delete_user_cb=late.__contains__)
         changed = True
     return changed
+
+
+def _repeatable(node: fx.Node, placeholder: fx.Node, same: Container[fx.Node]) -> bool:
+    """Tell whether the node is the state, or a chain of views and in-place operations of it."""
+    while node is not placeholder:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source not in same or (_unwritten(node) is node and not _is_view(node)):
+            return False
+        node = source
+    return True
+
+
+def _is_view(node: fx.Node) -> bool:
+    return schema_name(node).startswith("aten::") and not written_inputs(node)
+
+
+def _repeated(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return what `node`, an alias of the state, is of the copy."""
+    if node not in copies:
+        source = _repeated(node.args[0], copies)  # type: ignore[arg-type]
+        copies[node] = source
+        if _is_view(node):
+            with node.graph.inserting_after(source):
+                copies[node] = node.graph.node_copy(node, lambda n: source if n is node.args[0] else n)
+    return copies[node]
