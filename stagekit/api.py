@@ -34,7 +34,8 @@ from stagekit.graph.cut.cut import Cut
 from stagekit.graph.values.build import Start
 from stagekit.plan.contract import ModelSpec, StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
-from stagekit.plan.split import Balanced, Usage
+from stagekit.plan.schedules.registry import check as check_schedule
+from stagekit.plan.split import Balanced, Usage, check_split
 from stagekit.run.agreement import exchange_text
 from stagekit.run.lane import RunOptions
 from stagekit.run.loss import LossFunction, LossWeight
@@ -219,6 +220,8 @@ def pipeline(
     check_options(recompute=recompute, loss_weight=loss_weight, init=init, weights=weights, device=device)
     check_specs(args_spec, kwargs_spec, output_spec)
     check_counts(stages, stages_per_rank, replicas)
+    check_schedule(schedule, stages, stages_per_rank, chunks)
+    check_split(split, stages, stages_per_rank)
     bucket_rule(buckets)
     captured = capture_model(
         model,

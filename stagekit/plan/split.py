@@ -99,6 +99,26 @@ def parse_split(text: str) -> Balanced | int | str:
     )
 
 
+def check_split(split: str | Sequence[str] | Balanced, stages: int, stages_per_rank: int) -> None:
+    """Raise SplitError for what fits no model: an unknown form, paths or speeds for another number of stages."""
+    wish = parse_split(split) if isinstance(split, str) else split
+    if isinstance(wish, Balanced):
+        if wish.speeds is not None and len(wish.speeds) * stages_per_rank != stages:
+            raise SplitError(
+                f"speeds names {len(wish.speeds)} ranks, but {stages} stages run on {stages // stages_per_rank}; give one "
+                "number per rank of a pipeline"
+            )
+    elif isinstance(wish, Sequence) and not isinstance(wish, str):
+        if len(wish) != stages - 1:
+            raise SplitError(
+                f"{len(wish)} module paths make {len(wish) + 1} stages, but {stages} were asked for; a path names where "
+                "a stage after the first begins"
+            )
+        twice = next((name for name in wish if wish.count(name) > 1), None)
+        if twice is not None:
+            raise SplitError(f"split: {twice!r} is named twice; a module path is where one stage begins")
+
+
 def split_of(pipeline: Mapping[str, Any]) -> str | Sequence[str] | Balanced:
     """Return what `split` and `balance` of a job file's pipeline mean together. Raises SplitError."""
     split, balance = pipeline["split"], pipeline.get("balance")

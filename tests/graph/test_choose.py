@@ -155,12 +155,16 @@ def test_the_plan_predicts_each_stage_at_the_speed_of_its_rank() -> None:
 
 
 def test_module_paths_that_can_not_be_are_told_with_those_that_can() -> None:
-    with pytest.raises(SplitError, match=r"'zzz'; a stage can begin at blocks\.0, .*, …"):
+    with pytest.raises(SplitError, match=r"'zzz'; a stage can begin at blocks, blocks\.0, .*, …"):
         chosen(["zzz"], 2)
     with pytest.raises(SplitError, match=r"'blocks\.9'; nearest: blocks\."):
         chosen(["blocks.9"], 2)
     with pytest.raises(SplitError, match=r"'blocks\.1' is named twice"):
         chosen(["blocks.1", "blocks.1"], 3)
+
+
+def test_a_list_of_modules_begins_at_its_first_child() -> None:
+    assert chosen(["blocks", "head"], 3).begins == chosen(["blocks.0", "head"], 3).begins
 
 
 def test_speeds_for_another_number_of_ranks_are_refused() -> None:

@@ -26,6 +26,11 @@ class Returns(nn.Module):
         return self.output
 
 
+def unbuilt() -> nn.Module:
+    raise AssertionError("the model was built before its arguments were checked")
+
+
+UNBUILT: dict[str, Any] = {"model": unbuilt}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "stages as text": ({"stages": "2"}, "stages is '2'; give a whole number"),
     "half a chunk": ({"chunks": 1.5}, r"chunks is 1\.5; give a whole number"),
@@ -39,6 +44,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a bucket without a cap": ({"buckets": {"first": 100}}, "buckets is .*; give"),
     "half a byte": ({"buckets": {"cap": 100.5}}, r"buckets: cap is 100\.5; give bytes"),
     "no size of a bucket": ({"buckets": {"cap": "lots"}}, "buckets: cap: 'lots' is no size"),
+    "a misspelt split": ({**UNBUILT, "split": "balancd"}, "split is 'balancd'; use"),
+    "a bucket of no size": ({**UNBUILT, "split": "bucket:"}, "split is 'bucket:'; use"),
+    "too few speeds": (
+        {**UNBUILT, "split": stagekit.Balanced(speeds=(1.0,))},
+        "speeds names 1 ranks, but 2 stages run on 2; give one number per rank",
+    ),
+    "a misspelt schedule": ({**UNBUILT, "schedule": "1f2b"}, 'schedule "1f2b" is unknown; there are gpipe, 1f1b'),
+    "a V of single stages": ({**UNBUILT, "schedule": "zb-v"}, "use stages_per_rank: 2"),
     "a spec by letter": ({"args_spec": ["x"]}, r"args_spec\[0\] is 'x'; give Split\(dim\), Replicate\(\) or None"),
     "a spec as text": ({"args_spec": "x"}, "args_spec is 'x'; give one spec per positional argument"),
     "a class for a spec": ({"args_spec": [stagekit.Split]}, r"args_spec\[0\] is the class Split; give Split\(dim\)"),

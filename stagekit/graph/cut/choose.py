@@ -7,6 +7,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -19,7 +20,7 @@ from stagekit.graph.cut.footprint import cut_within, footprint
 from stagekit.graph.cut.layout import Layout
 from stagekit.plan.memory import Memory, in_units
 from stagekit.plan.partition import Partition, partition
-from stagekit.plan.split import Balanced, Usage, parse_split
+from stagekit.plan.split import Balanced, Usage, check_split, parse_split
 
 if TYPE_CHECKING:
     from stagekit.graph.capture.capture import Captured
@@ -71,8 +72,9 @@ def at_speeds(layout: Layout, choice: Choice, speeds: Sequence[float]) -> dict[s
 def _chosen(
     captured: Captured, layout: Layout, split: str | Sequence[str] | Balanced, stages: int, usage: Usage
 ) -> Choice:
+    check_split(split, stages, usage.stages_per_rank)
     if not isinstance(split, str | Balanced):
-        return _at_paths(layout, split, stages)
+        return _at_paths(layout, split)
     match parse_split(split) if isinstance(split, str) else split:
         case Balanced() as wish:
             return _balanced(captured, layout, wish, stages, usage)
@@ -85,10 +87,6 @@ def _chosen(
 
 
 def _balanced(captured: Captured, layout: Layout, wish: Balanced, stages: int, usage: Usage) -> Choice:
-    if wish.speeds is not None and len(wish.speeds) * usage.stages_per_rank != stages:
-        raise SplitError(
-            f"speeds names {len(wish.speeds)} ranks, but {stages} stages run on {stages // usage.stages_per_rank}"
-        )
     costs = _costs(captured, layout, wish.costs)
     seconds = [0.0] * len(layout.nodes)
     for i, node in enumerate(layout.nodes):
@@ -213,17 +211,9 @@ def _layer_of(node: fx.Node) -> str | None:
     return None
 
 
-def _at_paths(layout: Layout, names: Sequence[str], stages: int) -> Choice:
-    if len(names) != stages - 1:
-        raise SplitError(
-            f"{len(names)} module paths make {len(names) + 1} stages, but {stages} were asked for; a path names where "
-            "a stage after the first begins"
-        )
+def _at_paths(layout: Layout, names: Sequence[str]) -> Choice:
     begins_at = _beginnings(layout)
     positions = [0]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise SplitError(f"split: {twice!r} is named twice; a module path is where one stage begins")
     for name in names:
         if name not in begins_at:
             near = difflib.get_close_matches(name, begins_at, 3, 0.4)
@@ -253,12 +243,13 @@ def _examples(layout: Layout, begins_at: Mapping[str, int]) -> str:
 
 
 def _beginnings(layout: Layout) -> dict[str, int]:
-    """Return the position of the first work node of each module path."""
+    """Return the position of the first work node of each module path, and of what only holds modules (a ModuleList)."""
     begins: dict[str, int] = {}
     for i, node in enumerate(layout.nodes):
         if node in layout.work:
             for path in module_paths(node):
-                begins.setdefault(path, i)
+                for part in accumulate(path.split("."), "{}.{}".format):
+                    begins.setdefault(part, i)
     begins.pop("", None)
     return begins
 

@@ -73,6 +73,13 @@ def table_for(schedule: str, num_stages: int, num_ranks: int) -> tuple[int, ...]
     )
 
 
+def check(schedule: str, num_stages: int, stages_per_rank: int, num_chunks: int) -> None:
+    """Raise ScheduleError where `schedule` can't run these numbers. What zb-auto finds is seen when it is asked."""
+    if schedule != AUTOMATIC:
+        num_ranks = num_stages // stages_per_rank
+        compute_order(schedule, table_for(schedule, num_stages, num_ranks), num_ranks, num_chunks)
+
+
 def compute_order(
     schedule: str,
     stage_ranks: Sequence[int],
