@@ -27,7 +27,7 @@ from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import ScheduleError, SplitError, StagekitError, UserError, WeightsError
 from stagekit.graph.compile.compilers import check_backend
 from stagekit.load import load_program
-from stagekit.plan.split import Balanced, split_of
+from stagekit.plan.split import Balanced, check_split, split_of
 from stagekit.run.allocator import keep_freed_memory
 
 
@@ -40,6 +40,8 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
         program.check_data()
     args, kwargs = program.example_inputs()
     check_backend(pipeline["compile"])
+    split = split_of(pipeline)
+    check_split(split, pipeline["stages"], pipeline["stages_per_rank"])
     captured = capture_model(
         program.build_model,
         args,
@@ -48,7 +50,6 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
         init="" if spec["init"] == "auto" else spec["init"],
         weights=spec["weights"] or getattr(program, "weights", None),
     )
-    split = split_of(pipeline)
     if quick and isinstance(split, Balanced) and split.costs == "measured":  # what fits a cap needs no costs
         split = "parameters" if split.memory_bytes is None else replace(split, costs="bytes")
     pipe = plan_pipeline(
@@ -66,7 +67,8 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
         seed=seed,
         measured=not quick,
     )
-    return {"ok": True, "plan": json.loads(pipe.plan.to_json()), "picture": str(pipe.plan)}
+    warnings = [] if spec["weights"] else list(getattr(program, "warnings", ()))
+    return {"ok": True, "plan": json.loads(pipe.plan.to_json()), "picture": str(pipe.plan), "warnings": warnings}
 
 
 _NEEDED = ("program", "params", "pipeline", "train", "init", "weights")

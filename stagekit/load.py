@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -14,6 +15,8 @@ from stagekit.errors import UserError
 
 REQUIRED = ("build_model", "example_inputs", "loss", "optimizer", "batches")
 NOT_YET = ("evaluate", "parallelize", "collect")  # of the Program protocol; ignoring one would train something else
+
+_PLACES = ("folder", "source_dir")  # of an hf: program, which `program` and `source` name
 
 
 def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = None) -> Any:
@@ -48,15 +51,34 @@ def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = 
     if unsupported or getattr(program_class, "mode", "train") != "train":
         what = ", ".join(unsupported) or f'mode = "{program_class.mode}"'
         raise UserError(f"{what} is not supported by this version; remove it from {class_name}")
-    try:
-        inspect.signature(program_class).bind(**params)
-    except TypeError as error:
-        raise UserError(f"params: {error}; it takes {inspect.signature(program_class)}") from error
+    _check_params(program_class, params)
     return program_class(**params)
 
 
+def _check_params(program_class: Any, params: Mapping[str, Any]) -> None:
+    """Raise UserError naming the first of `params` that the constructor does not take, or those that it needs."""
+    signature = inspect.signature(program_class)
+    known = signature.parameters.values()
+    hidden = _PLACES if program_class.__module__ == "stagekit.hf.program" else ()
+    names = [p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in hidden]
+    takes = f"{program_class.__name__} takes {', '.join(names) or 'none'}"
+    if not any(p.kind is p.VAR_KEYWORD for p in known):
+        unknown = next((name for name in params if name not in signature.parameters), None)
+        if unknown is not None:
+            near = difflib.get_close_matches(unknown, names, 1)
+            meant = f'; did you mean "{near[0]}"?' if near else ";"
+            raise UserError(f"params.{unknown}: there is no such parameter{meant} {takes}")
+    missing = [p.name for p in known if p.name in names and p.default is p.empty and p.name not in params]
+    if missing:
+        raise UserError(f"params lacks {', '.join(missing)}; {takes}")
+    try:
+        signature.bind(**params)
+    except TypeError as error:
+        raise UserError(f"params: {error}; {takes}") from error
+
+
 def _hf_params(folder: str, params: Mapping[str, Any], source_dir: str | None) -> dict[str, Any]:
-    for name in ("folder", "source_dir"):
+    for name in _PLACES:
         if name in params:
             raise UserError(f"params.{name}: the folder of an hf: program stands in `program`")
     place = Path(folder)

@@ -19,6 +19,7 @@ from typing import Any
 from pipeapi import jobspec
 from pipeapi.mistakes import SpecError
 from pipeapi.v1 import spec_pb2
+from pipectl import output
 from pipectl.errors import CommandError, Exit
 
 MAX_SOURCE_BYTES = 64 << 20
@@ -170,4 +171,6 @@ def describe(loaded: Loaded, *, quick: bool, traceback: bool = False) -> dict[st
         hint = "" if traceback else f"pipectl plan {loaded.path} --traceback, with the same --set, shows all of it"
         place = jobspec.locate(loaded.path, document["field"])
         raise CommandError(f"{document['field']}: {document['error']}{where} ({place}){whole}", Exit.USAGE, hint)
+    for warning in document["warnings"]:
+        output.note(f"warning: {output.safe(warning)}")
     return document

@@ -106,6 +106,11 @@ class Program(ProgramDefaults):
         """The folder, if it holds weights."""
         return self.folder if holds_weights(self.folder) else None
 
+    @property
+    def warnings(self) -> list[str]:
+        """What a plan without `weights` tells: training from random weights is rarely meant."""
+        return [] if self.weights else [f"no weights (*.safetensors) in {self.folder}: the model starts at random"]
+
     def build_model(self) -> nn.Module:
         """Return the model from its config, in train mode."""
         import transformers

@@ -39,7 +39,7 @@ def write(folder, spec):
     [
         (job("a", "broken:Fina"), "program", ["broken has no Fina", "Fine"]),
         (job("a", "broken:Incomplete"), "program", ["Incomplete lacks example_inputs, loss, optimizer, batches"]),
-        (job("a", params={"widht": 8}), "params", ["got an unexpected keyword argument 'widht'"]),
+        (job("a", params={"widht": 8}), "params.widht", ['there is no such parameter; did you mean "width"?']),
         (job("a", stages=60), "pipeline.split", ["60 stages"]),
         (job("a", pipeline={"split": ["1.2"]}), "pipeline.split", ["1.2", "1"]),
         (job("a", pipeline={"compile": "nosuch"}), "pipeline.compile", ["compile='nosuch' is no backend", "inductor"]),

@@ -86,8 +86,12 @@ def test_masked_models_predict_about_15_percent(tmp_path: Path) -> None:
     assert (batch.kwargs["input_ids"][predicted] == 3).float().mean() > 0.6, "most of them show the mask token"
 
 
-def test_a_directory_without_weights_starts_from_the_seed(tmp_path: Path) -> None:
-    assert _program(tmp_path, "gpt2", weights_seed=None).weights is None
+def test_a_directory_without_weights_starts_from_the_seed_and_a_plan_says_so(tmp_path: Path) -> None:
+    program = _program(tmp_path, "gpt2")
+    assert program.weights is not None and program.warnings == []
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert program.weights is None
+    assert program.warnings == [f"no weights (*.safetensors) in {tmp_path}/model: the model starts at random"]
 
 
 def test_rates_warm_up_and_decay_to_zero(tmp_path: Path) -> None:
@@ -114,7 +118,12 @@ def test_rates_warm_up_and_decay_to_zero(tmp_path: Path) -> None:
         ("llama", {"task": ["causal"]}, r"params\.task is \['causal'\]; use auto, causal"),
         ("llama", {"task": "masked"}, "task is 'masked', but .* names LlamaForCausalLM, a model for 'causal'; leave"),
         ("bert", {"task": "causal"}, "task is 'causal', but .* names BertForMaskedLM, a model for 'masked'"),
-        ("llama", {"lr": 1}, "unexpected keyword argument 'lr'; it takes .*learning_rate"),
+        ("llama", {"lr": 1}, r"params\.lr: there is no such parameter; Program takes data, task, sequence, .*"),
+        (
+            "llama",
+            {"sequenc": 1},
+            r'params\.sequenc: there is no such parameter; did you mean "sequence"\? Program takes',
+        ),
         ("llama", {"source_dir": "x"}, r"params\.source_dir: the folder of an hf: program stands in `program`"),
         ("llama", {"batch": 0}, r"params\.batch is 0; give rows of a step"),
         ("llama", {"learning_rate": "2e-5"}, r"params\.learning_rate is '2e-5'; .* YAML reads 2e-5 as text"),
