@@ -106,6 +106,8 @@ def chunk_sizes(rows: int, num_chunks: int) -> tuple[int, ...]:
 
     Raises ShapeError for fewer rows than chunks: a chunk is never empty.
     """
+    if rows == 0:
+        raise ShapeError(f"a batch of 0 rows: there is nothing to compute; give at least {num_chunks}, one per chunk")
     if rows < num_chunks:
         raise ShapeError(f"a batch of {rows} rows can't be split into {num_chunks} chunks; use at most {rows} chunks")
     full, extra = divmod(rows, num_chunks)

@@ -109,6 +109,12 @@ def test_fewer_rows_than_chunks_are_refused_before_any_compute():
         run.step((x,), {}, target)
 
 
+def test_a_batch_without_rows_is_refused_with_the_number_that_would_do():
+    x, target = batch(0)
+    with pytest.raises(ShapeError, match="a batch of 0 rows: there is nothing to compute; give at least 4, one per"):
+        local(modules(2)).step((x,), {}, target)
+
+
 def test_an_exception_in_a_stage_names_rank_stage_chunk_and_op():
     class Breaks(nn.Module):
         def forward(self, x):
