@@ -118,7 +118,10 @@ def test_a_wrong_argument_is_named_with_what_is_expected(given: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"inner": "nosuch"}, "inner='nosuch' is no backend of torch.compile here; there are .*inductor"),
+        (
+            {"inner": "nosuch"},
+            "inner='nosuch' is no backend of torch.compile here; there are .*eager, aot_eager, .*inductor",
+        ),
         ({"inner": 3}, "inner is 3; name a backend"),
         ({"cap_bytes": 0}, "cap_bytes is 0; give bytes"),
         ({"ignored": "0.weight"}, "ignored is a str"),

@@ -34,7 +34,7 @@ def check_backend(backend: str, *, argument: str = "compile") -> None:
     try:
         torch._dynamo.lookup_backend(backend)
     except Exception as error:
-        known = ", ".join([DEFAULT, AUTO, "eager", *torch._dynamo.list_backends()])
+        known = ", ".join([DEFAULT, AUTO, "eager", "aot_eager", *torch._dynamo.list_backends()])
         raise UserError(f"{argument}={backend!r} is no backend of torch.compile here; there are {known}") from error
 
 
