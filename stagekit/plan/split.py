@@ -32,7 +32,8 @@ _UNITS = {
 class Balanced:
     """Cut so that the slowest rank is as fast as possible.
 
-    `costs`: "measured" (each operation timed on made-up values), "flops" (counted, at a nominal rate) or "bytes" (moved).
+    `costs`: "measured" (each operation timed on made-up values), "flops" (counted, at a nominal rate) or "bytes" (moved);
+    a transfer counts in full with "measured" alone, and only decides between equal cuts with the others.
     `memory_bytes`: what the tensors of one rank may take: weights, gradients, optimizer state, and what autograd saves of
     the chunks in flight. `optimizer_state`: values that the optimizer keeps per parameter, 2 for Adam. `speeds`: one
     number per rank of a pipeline; 2 takes half the time. `block_boundaries`: cut only where a numbered module such as
