@@ -26,7 +26,7 @@ import torch
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import ScheduleError, SplitError, StagekitError, UserError, WeightsError
 from stagekit.graph.compile.compilers import check_backend
-from stagekit.load import load_program
+from stagekit.load import check_evaluation, load_program
 from stagekit.plan.split import Balanced, check_split, split_of
 from stagekit.run.allocator import keep_freed_memory
 
@@ -36,6 +36,7 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
     program = load_program(spec["program"], spec["params"], source_dir)
     pipeline, seed = spec["pipeline"], spec["train"]["seed"]
     program.chunks, program.replicas = pipeline["chunks"], pipeline["replicas"]
+    check_evaluation(program, spec["train"].get("eval_every") or 0)
     if hasattr(program, "check_data"):
         program.check_data()
     args, kwargs = program.example_inputs()
@@ -67,7 +68,8 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
         seed=seed,
         measured=not quick,
     )
-    warnings = [] if spec["weights"] else list(getattr(program, "warnings", ()))
+    told = getattr(program, "warnings", ())  # hf: programs have some; of another class it may be anything
+    warnings = [str(text) for text in told] if isinstance(told, list) and not spec["weights"] else []
     return {"ok": True, "plan": json.loads(pipe.plan.to_json()), "picture": str(pipe.plan), "warnings": warnings}
 
 

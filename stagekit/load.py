@@ -14,7 +14,7 @@ from typing import Any
 from stagekit.errors import UserError
 
 REQUIRED = ("build_model", "example_inputs", "loss", "optimizer", "batches")
-NOT_YET = ("evaluate", "parallelize", "collect")  # of the Program protocol; ignoring one would train something else
+NOT_YET = ("parallelize", "collect")  # of the Program protocol; ignoring one would train something else
 
 _PLACES = ("folder", "source_dir")  # of an hf: program, which `program` and `source` name
 
@@ -53,6 +53,15 @@ def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = 
         raise UserError(f"{what} is not supported by this version; remove it from {class_name}")
     _check_params(program_class, params)
     return program_class(**params)
+
+
+def check_evaluation(program: Any, every: int) -> None:
+    """Raise UserError where a job asks for an evaluation every so many steps (0: never) that its program does not have."""
+    if every and not callable(getattr(program, "evaluate", None)):
+        raise UserError(
+            f"train.eval_every is {every}, but {type(program).__name__} has no evaluate(run, step); write one, or leave "
+            "train.eval_every out"
+        )
 
 
 def _check_params(program_class: Any, params: Mapping[str, Any]) -> None:

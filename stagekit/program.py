@@ -62,6 +62,8 @@ class ProgramDefaults:
     # Optional, by presence alone:
     #   loss_weight(self, target) -> float       weight of a chunk's mean loss; rows where it is not defined
     #   scheduler(self, optimizer) -> LRScheduler      stepped after each optimizer step
+    #   evaluate(self, run, step) -> dict[str, float]      every `train.eval_every` steps on every rank alike: calls
+    #       run.eval(...) as often as it likes; its numbers are logged and reach `on_step`
     #   weights: Path | None      start weights of the model, where the job file names none; see stagekit.graph.values.weights
     #   on_step(self, step, metrics) -> bool | None    after each step on the last stage of replica 0, with "loss",
     #       "step_s" and "tokens_per_s"; True ends the job after this step: all ranks stop, weights are saved

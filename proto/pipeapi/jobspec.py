@@ -157,6 +157,7 @@ class Train(_Strict):
     clip_grad_norm: float | None = Field(None, gt=0, description="limit of the global gradient norm")
     seed: int = Field(1234, ge=0, lt=1 << 63, description="of the initial weights and of every random operation")
     log_every: int = Field(10, ge=1, description="steps between two log lines")
+    eval_every: int | None = Field(None, ge=1, description="steps between two calls of the program's evaluate()")
 
 
 class Resources(_Strict):
@@ -472,6 +473,7 @@ def to_proto(job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "
             clip_grad_norm=job.train.clip_grad_norm,
             seed=job.train.seed,
             log_every=job.train.log_every,
+            eval_every=job.train.eval_every or 0,
         ),
         backend=_BACKENDS[job.backend],
         resources=spec_pb2.ResourcesSpec(device=job.resources.device, slots_per_node=job.resources.slots_per_node or 0),
@@ -528,6 +530,7 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
             "clip_grad_norm": train.clip_grad_norm if train.HasField("clip_grad_norm") else None,
             "seed": train.seed,
             "log_every": train.log_every,
+            "eval_every": train.eval_every,
         },
         "backend": backend,
         "resources": {"device": spec.resources.device, "slots_per_node": spec.resources.slots_per_node or None},

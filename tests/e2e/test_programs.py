@@ -1,5 +1,6 @@
 """What a program may say beyond the required: a schedule of learning rates, an early end; and what it may not, yet."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -62,7 +63,30 @@ def test_a_checkpoint_folder_that_can_not_be_written_ends_the_job_before_its_fir
 
 def test_a_method_that_this_version_would_ignore_is_refused(cluster, tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(job("evaluates", "Evaluates")))
+    path.write_text(yaml.safe_dump(job("collects", "Collects")))
     done = cluster.pipectl("submit", str(path))
     assert done.returncode == 2
-    assert "evaluate is not supported by this version; remove it from Evaluates" in done.stderr
+    assert "collect is not supported by this version; remove it from Collects" in done.stderr
+
+
+def test_a_program_scores_held_out_data_between_steps_and_trains_as_without(cluster, tmp_path):
+    spec = job("evaluates", "Evaluates")
+    spec["train"] = {**spec["train"], "steps": 6, "eval_every": 2}
+    scored = cluster.run(spec)
+    lines = [json.loads(line.partition("] ")[2]) for line in cluster.pipectl("logs", scored.job_id).stdout.splitlines()]
+    found = [(line["step"], line["seen"], line["held_out"]) for line in lines if line.get("event") == "evaluated"]
+    assert [(step, seen) for step, seen, _ in found] == [(2, 2), (4, 4), (6, 6)]
+    assert found[0][2] > found[1][2] > found[2][2] > 0
+    plain = job("unscored", "Fine")
+    plain["train"] = {**plain["train"], "steps": 6}
+    assert cluster.losses(scored.job_id) == cluster.losses(cluster.run(plain).job_id)
+
+
+def test_an_evaluation_that_the_program_does_not_have_is_refused_before_anything_starts(cluster, tmp_path):
+    spec = job("unscorable", "Fine")
+    spec["train"] = {**spec["train"], "eval_every": 2}
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    done = cluster.pipectl("submit", str(path))
+    assert done.returncode == 2
+    assert "train.eval_every is 2, but Fine has no evaluate(run, step)" in done.stderr

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ from piped.worker.observe import Observer, plan_summary
 from stagekit.api import Pipeline, capture_model, plan_pipeline
 from stagekit.errors import BugError, UserError
 from stagekit.graph.compile.compilers import AUTO
-from stagekit.load import load_program
+from stagekit.load import check_evaluation, load_program
 from stagekit.plan.split import split_of
 from stagekit.program import Batch
 from stagekit.run import checkpoint
@@ -188,6 +188,7 @@ def _load(job: Assignment) -> Any:
     program = load_program(job.spec["program"], job.spec["params"], job.source_dir)
     program.chunks = job.spec["pipeline"]["chunks"]
     program.replicas = job.spec["pipeline"]["replicas"]
+    check_evaluation(program, job.spec["train"]["eval_every"])
     return program
 
 
@@ -281,6 +282,8 @@ class Training:
         has_hook = hasattr(self._program, "on_step")
         for _ in range(int(self._job.spec["train"]["steps"])):
             metrics = self.run_step()
+            if (every := self._job.spec["train"]["eval_every"]) and self.step % every == 0:
+                metrics |= self.evaluate()
             stop = (
                 bool(self._program.on_step(self.step - 1, metrics))
                 if has_hook and self._observer.is_reporter
@@ -319,6 +322,16 @@ class Training:
         if observer.is_reporter and (self.step % spec["train"]["log_every"] == 0 or self.step == 1):
             log.info("step", step=self.step, loss=round(self.loss, 4), tokens_per_s=round(metrics["tokens_per_s"]))
         return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """Call the program's `evaluate` on every rank, between two steps; return what it measured."""
+        values = self._program.evaluate(self._run, self.step - 1)
+        if not isinstance(values, Mapping) or not all(isinstance(value, int | float) for value in values.values()):
+            raise UserError(f"evaluate() returned {values!r}; return a dict of numbers by name")
+        measured = {str(name): float(value) for name, value in values.items()}
+        if self._observer.is_reporter:
+            log.info("evaluated", step=self.step, **{name: round(value, 6) for name, value in measured.items()})
+        return measured
 
     def _update(self) -> None:
         if self._optimizer is not None:

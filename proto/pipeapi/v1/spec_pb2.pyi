@@ -148,16 +148,18 @@ class BalanceSpec(_message.Message):
     def __init__(self, memory_bytes: _Optional[int] = ..., optimizer_state: _Optional[float] = ..., speeds: _Optional[_Iterable[float]] = ..., block_boundaries: _Optional[bool] = ...) -> None: ...
 
 class TrainSpec(_message.Message):
-    __slots__ = ("steps", "clip_grad_norm", "seed", "log_every")
+    __slots__ = ("steps", "clip_grad_norm", "seed", "log_every", "eval_every")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     CLIP_GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     LOG_EVERY_FIELD_NUMBER: _ClassVar[int]
+    EVAL_EVERY_FIELD_NUMBER: _ClassVar[int]
     steps: int
     clip_grad_norm: float
     seed: int
     log_every: int
-    def __init__(self, steps: _Optional[int] = ..., clip_grad_norm: _Optional[float] = ..., seed: _Optional[int] = ..., log_every: _Optional[int] = ...) -> None: ...
+    eval_every: int
+    def __init__(self, steps: _Optional[int] = ..., clip_grad_norm: _Optional[float] = ..., seed: _Optional[int] = ..., log_every: _Optional[int] = ..., eval_every: _Optional[int] = ...) -> None: ...
 
 class ResourcesSpec(_message.Message):
     __slots__ = ("device", "slots_per_node")
