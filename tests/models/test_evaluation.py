@@ -139,3 +139,43 @@ def test_a_layer_that_only_eval_mode_reads_made_too_early_is_refused_with_where_
     train = capture(lambda: HeadOfEval(True), (x_of(4),), training=True).cut("parameters", 2)
     with pytest.raises(SplitError, match=r"training never reads head\.\w+, .* create it in __init__ after layers\.\d"):
         capture(lambda: HeadOfEval(True), (x_of(4),), training=False).cut_like(train)
+
+
+class OnlyWhileTraining(nn.Module):
+    """Whole stages of it do nothing in eval mode: the first, one in the middle and the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.first, self.drop, self.second, self.after = (
+            Counter(), nn.Linear(6, 6), nn.Dropout(0.4), nn.Linear(6, 6), Counter()
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls.add_(1)
+        return x
+
+
+@pytest.mark.parametrize(
+    "begins", [["first"], ["first", "drop", "second"], ["after"], ["first", "drop", "second", "after"]]
+)
+def test_a_stage_that_does_nothing_in_eval_mode_is_empty_there(begins: list[str]) -> None:
+    train = capture(OnlyWhileTraining, (x_of(4),), training=True).cut(begins, len(begins) + 1)
+    chain = Chain(train)
+    chain.forward((x_of(4),))
+    scorer = shared(capture(OnlyWhileTraining, (x_of(4),), training=False).cut_like(train), chain)
+    module = OnlyWhileTraining()
+    module.load_state_dict(chain.state_dict())
+    torch.testing.assert_close(scorer.forward((x_of(4),)), module.eval()(x_of(4)))
+    assert module.before.calls == module.after.calls == 1

@@ -69,11 +69,15 @@ def cut(
     at_nodes: Sequence[str] | None,
     measured: bool = True,
     usage: Usage | None = None,
+    begins: tuple[int, ...] | None = None,
 ) -> Cut:
-    """Return `captured` cut into `stages` stages; see `Captured.cut`."""
+    """Return `captured` cut into `stages` stages; see `Captured.cut`. `begins`: the positions, where they are known."""
     layout = lay_out(captured)
     with torch.random.fork_rng(devices=[]):
-        choice = choose(captured, layout, split, stages, at_nodes, measured=measured, usage=usage)
+        if begins is None:
+            choice = choose(captured, layout, split, stages, at_nodes, measured=measured, usage=usage)
+        else:
+            choice = Choice(begins, "the cut of training")
         stage_of = {node: _stage_at(choice.begins, i) for i, node in enumerate(layout.nodes) if node in layout.work}
         chain = build_chain(captured, layout, stage_of, stages)
         verify_chain(captured, layout, stage_of, chain)

@@ -2,7 +2,8 @@
 
 A model in eval mode is another graph: no dropout, BatchNorm by its statistics, perhaps other outputs. `cut_like` chooses
 positions at which every stage reads only parameters and buffers that the training stage of the same number owns, and
-among those the ones where the least crosses. Called through `Captured.cut_like`.
+among those the ones where the least crosses. A stage of which eval mode leaves nothing is empty. Called through
+`Captured.cut_like`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ def cut_like(captured: Captured, train: Cut) -> Cut:
     """Return `captured` cut to the ownership of `train`; see `Captured.cut_like`."""
     layout = lay_out(captured)
     allowed = list(_allowed(captured, layout, _owners(train)))
-    begins = _cheapest(allowed, layout.crossing_s(captured), layout.legal, len(train.spec.stages))
+    crossing, stages = layout.crossing_s(captured), len(train.spec.stages)
+    ends = [*layout.legal, len(allowed)]
+    begins = _cheapest(allowed, crossing, ends, stages) or _cheapest(allowed, crossing, [0, *ends], stages, empty=True)
     if begins is None:
         raise SplitError(_why_not(captured, layout, train))
-    names = [layout.nodes[begin].name for begin in begins]
-    return cut(captured, "balanced", len(begins), buckets=None, at_nodes=names, measured=False)
+    return cut(captured, "balanced", stages, buckets=None, at_nodes=None, measured=False, begins=begins)
 
 
 def _owners(train: Cut) -> dict[str, frozenset[int]]:
@@ -67,14 +69,19 @@ def _allowed(captured: Captured, layout: Layout, owners: dict[str, frozenset[int
 
 
 def _cheapest(
-    allowed: Sequence[frozenset[int] | None], crossing: Sequence[float], legal: Sequence[int], stages: int
+    allowed: Sequence[frozenset[int] | None],
+    crossing: Sequence[float],
+    ends: Sequence[int],
+    stages: int,
+    empty: bool = False,
 ) -> tuple[int, ...] | None:
-    """Return the positions where stages begin with the least sum of `crossing`, None if there are none.
+    """Return the positions out of `ends` where stages begin with the least sum of `crossing`, None if there are none.
+
+    `empty`: a stage may hold nothing, where all that it holds in training is left out in eval mode.
 
     best[p]: cost of the stages so far if the next one begins at p. A stage reaches back over nodes that it may hold, so
     its possible beginnings are a window that moves to the right: a monotone queue gives the best of them.
     """
-    ends = [*legal, len(allowed)]
     best = {0: 0.0}
     came: list[dict[int, int]] = []
     for stage in range(stages):
@@ -85,7 +92,7 @@ def _cheapest(
         candidates = iter(sorted(best))
         upcoming = next(candidates, None)
         for end in ends if stage < stages - 1 else ends[-1:]:
-            while upcoming is not None and upcoming < end:
+            while upcoming is not None and (upcoming < end or (empty and upcoming == end)):
                 while window and best[window[-1]] >= best[upcoming]:
                     window.pop()
                 window.append(upcoming)

@@ -105,3 +105,44 @@ def test_a_batch_is_scored_without_a_target_and_in_other_sizes():
         assert math.isnan(loss)
         with torch.no_grad():
             torch.testing.assert_close(output, model(batch(seed)[0][:rows]))
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.calls.add_(1)
+        return x
+
+
+def layers():
+    return nn.Sequential(Counter(), nn.Linear(6, 6), nn.Dropout(0.4), nn.Linear(6, 3), Counter())
+
+
+def score_with_empty_stages(rank):
+    found = []
+    for split, schedule, stages_per_rank in ((["4"], "1f1b", 1), (["1", "2", "3"], "zb-v", 2)):
+        pipe = stagekit.pipeline(
+            layers, (batch(1)[0][:3],), loss_fn=loss_of, stages=len(split) + 1, stages_per_rank=stages_per_rank,
+            split=split, chunks=CHUNKS, schedule=schedule, seed=3,
+        )  # fmt: skip
+        run = pipe.deploy()
+        run.step(batch(1)[0], target=batch(1)[1])
+        scored = run.eval(batch(7)[0], target=batch(7)[1])
+        found.append((float(scored.loss), scored.output, run.state_dict()))
+    return found
+
+
+def test_stages_that_do_nothing_in_eval_mode_are_passed():
+    for (loss, output, state), (other_loss, other_output, other_state) in zip(
+        *spawn(score_with_empty_stages, 2), strict=True
+    ):
+        model, (x, target) = layers(), batch(7)
+        model.load_state_dict(state | other_state)
+        with torch.no_grad():
+            expected = model.eval()(x)
+        torch.testing.assert_close(output if output is not None else other_output, expected)
+        assert loss == other_loss == pytest.approx(float(loss_of(expected, target)), rel=1e-5)
