@@ -530,7 +530,7 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
             "clip_grad_norm": train.clip_grad_norm if train.HasField("clip_grad_norm") else None,
             "seed": train.seed,
             "log_every": train.log_every,
-            "eval_every": train.eval_every,
+            "eval_every": train.eval_every or None,
         },
         "backend": backend,
         "resources": {"device": spec.resources.device, "slots_per_node": spec.resources.slots_per_node or None},
