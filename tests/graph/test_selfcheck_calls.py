@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +148,20 @@ def test_a_model_that_does_something_else_in_its_sixth_call_is_refused_however_i
     model = Model(lambda m, x: m.c(m.a(x) * 2 if is_sixth(m) else m.a(x)))
     with pytest.raises(CaptureError, match=rf"call.*with.* {kept}.*, output 0 differs.*buffer"):
         capture(model, (torch.randn(4, 6),))
+
+
+def test_a_queue_of_objects_that_runs_empty_and_a_logger_disturb_nothing() -> None:
+    def takes_one(m: Any, x: Tensor) -> Tensor:
+        m.n += 1
+        if m.mixed["now"]:
+            m.mixed["now"].pop()
+        return m.c(m.a(x))  # type: ignore[no-any-return]
+
+    model = Model(takes_one)
+    model.mixed["now"] *= 3
+    model.log = logging.getLogger("model")
+    assert capture(model, (torch.randn(4, 6),)).self_check.startswith("values; forward changes n: ")
+    assert len(model.mixed["now"]) == 3
 
 
 def test_a_factor_looked_up_by_the_number_of_the_call_is_refused() -> None:

@@ -7,7 +7,9 @@ otherwise, or one before which it ran other operations (graph.capture.later). gr
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +21,7 @@ Place = tuple[Any, ...]  # the names and keys that lead from the module to a val
 Attributes = dict[Place, Any]
 
 _DEPTH = 6  # of objects and containers in each other, below a module
+_NAMESPACES = ("types", "argparse", "collections")  # of Python's own, whose objects hold what the user puts there
 _MODULE_OWN = ("_parameters", "_buffers", "_modules")
 _MOST = 16  # values tried per attribute
 _FAR = 720720 * 1000  # divisible by every number up to 16 and by 1000, beyond any warm-up
@@ -56,7 +59,9 @@ def _may_hold(value: Any) -> bool:
         return True
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType) or callable(value):
         return False
-    return hasattr(value, "__dict__") and not type(value).__module__.startswith("torch.")
+    package = type(value).__module__.partition(".")[0]
+    foreign = package == "torch" or (package in sys.stdlib_module_names and package not in _NAMESPACES)
+    return hasattr(value, "__dict__") and not foreign
 
 
 def name_of(place: Place) -> str:
@@ -79,13 +84,14 @@ def other_values(before: Attributes, after: Attributes) -> Iterator[Attributes]:
 
 
 def put(module: nn.Module, values: Mapping[Place, Any]) -> None:
-    """Set what `plain_attributes` returned, in `module` or a copy of it."""
+    """Set what `plain_attributes` returned, in `module` or a copy of it; a place that is gone by now is left out."""
     for place, value in values.items():
-        owner: Any = module
-        for step in place[:-1]:
-            owner = _step(owner, step)
-        held = owner if isinstance(owner, dict | list) and not isinstance(owner, nn.Module) else vars(owner)
-        held[place[-1]] = copy.deepcopy(value) if isinstance(value, list | dict | set | deque) else value
+        with contextlib.suppress(KeyError, IndexError, TypeError):
+            owner: Any = module
+            for step in place[:-1]:
+                owner = _step(owner, step)
+            held = owner if isinstance(owner, dict | list) else vars(owner)
+            held[place[-1]] = copy.deepcopy(value) if isinstance(value, list | dict | set | deque) else value
 
 
 def _step(owner: Any, step: Any) -> Any:

@@ -46,7 +46,7 @@ def other_calls(
 ) -> Iterator[tuple[int, Attributes]]:
     """Yield the number and the attributes before it of each later call that runs other operations than the second.
 
-    `model` is used up; `before` are its attributes before the second call.
+    `model` is used up; `before` are the attributes that change, as they were before the second call.
     """
     put(model, before)
     second = _operations(model, call)
@@ -55,7 +55,7 @@ def other_calls(
     for number in range(3, _MOST):
         if number > _LEAST and time.monotonic() - began > _SECONDS:
             return
-        values = plain_attributes(model)
+        values = {place: value for place, value in plain_attributes(model).items() if place in before}
         ran = _operations(model, call)
         if ran is None:  # the model's own error, as in its own loop
             return
