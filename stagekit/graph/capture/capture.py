@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from stagekit.errors import BugError, CaptureError, ShapeError
+from stagekit.graph.capture.caches import caches_stay_real
 from stagekit.graph.capture.export import Exported, export_model
 from stagekit.graph.capture.fingerprint import attribute_values, graph_hash
 from stagekit.graph.capture.limits import table_limits
@@ -190,12 +191,14 @@ def capture(
     split_dims = batch_dims(leaves)
     with torch.random.fork_rng(_generators(device_type), device_type=device_type if device_type != "cpu" else "cuda"):
         module, source = open_model(model, seed, start)
-        exported = export_model(module, leaves, in_tree, split_dims, device_type, training)
-        captured = _captured(exported, module, source, leaves, split_dims, in_tree, device_type, training)
+        with caches_stay_real(module):
+            exported = export_model(module, leaves, in_tree, split_dims, device_type, training)
+            captured = _captured(exported, module, source, leaves, split_dims, in_tree, device_type, training)
         if not check:
             return captured
         try:
-            verdict = self_check(captured, model, leaves, seed)
+            with caches_stay_real(module):
+                verdict = self_check(captured, model, leaves, seed)
         except CaptureError as error:
             if not exported.compiled_branch:
                 raise

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from stagekit.errors import CaptureError
@@ -184,6 +185,7 @@ def _check_call(
     torch.manual_seed(seed)
     with torch.enable_grad(), _in_words(f"{when}the model itself fails on the example inputs"):
         expected = pytree.tree_leaves(reference(*args, **kwargs))
+    _check_real(expected)
     torch.manual_seed(seed)
     with torch.enable_grad():
         got = run_flat(captured, dict(named_tensors(twin)), values)
@@ -197,6 +199,16 @@ def _check_call(
     _compare(f"{when}gradient of", gradients[0], gradients[1], floor)
     _compare(f"{when}gradient of", _input_gradients(captured, inputs), _input_gradients(captured, values))
     _compare(f"{when}buffer", dict(reference.named_buffers()), dict(twin.named_buffers()))
+
+
+def _check_real(outputs: list[Any]) -> None:
+    """Refuse a model that computes with tensors of the capture itself, which have no values."""
+    if any(isinstance(output, FakeTensor) for output in outputs):
+        raise CaptureError(
+            "forward keeps tensors outside of the model (in a list, a closure, a cache), and the capture filled it with "
+            "tensors without values; make them buffers of the model or compute them in every call, and empty it before "
+            "the model runs again"
+        )
 
 
 @contextlib.contextmanager
