@@ -160,10 +160,13 @@ class Slow(nn.Module):
 
 
 class Sleep(torch.autograd.Function):
-    """Takes its time, also when only shapes are propagated."""
+    """Takes its time, and counts."""
+
+    calls = 0
 
     @staticmethod
     def forward(ctx, x):
+        Sleep.calls += 1
         time.sleep(0.1)
         return x.clone()
 
@@ -173,20 +176,21 @@ class Sleep(torch.autograd.Function):
 
 
 def fails_while_another_computes(rank):
-    """The first stage has 4 s of forwards to run; the second one's stage fails in its first."""
+    """The second stage fails in its first forward; return how many of its 40 the first one ran."""
     x, index, target = torch.randn(80, 8), torch.zeros(80, dtype=torch.long), torch.zeros(80, 8)
     pipe = stagekit.pipeline(
         Slow, (x[:2], index[:2]), loss_fn=mean_square, stages=2, chunks=40, schedule="gpipe", split=["table"], seed=1
     )
     run = pipe.deploy()
-    started = time.monotonic()
+    Sleep.calls = 0
     with pytest.raises(StageError):
         run.step(x, index + 99, target=target)
-    return time.monotonic() - started
+    return Sleep.calls
 
 
 def test_nobody_computes_on_once_a_rank_has_failed(two):
-    assert max(found["slow"] for found in two) < 2.5  # less than a second, here also on a busy machine
+    first, second = (found["slow"] for found in two)
+    assert 1 <= first < 30 and second == 0
 
 
 def refuses_its_batch(rank):
