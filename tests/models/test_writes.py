@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stagekit
-from stagekit.errors import UserError
+from stagekit.errors import SplitError, UserError
 from stagekit.testing import run_local
 
 X, CHUNKS = torch.randn(12, 6, generator=torch.Generator().manual_seed(1)), 3
@@ -183,6 +183,16 @@ def average_and_read_the_old_one(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("run", [count, count_and_read, assign, average, average_and_read_the_old_one])
 def test_a_buffer_assigned_at_the_start_of_forward_leaves_the_rest_to_be_cut(run: Any) -> None:
     check(run, stages=3, schedule="zb-h1")
+
+
+def test_a_buffer_that_is_read_first_and_written_last_is_named_where_it_leaves_no_cut() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.c(m.b(m.a(x + m.average)))
+        m.average.add_(h.detach().mean(0))
+        return h  # type: ignore[no-any-return]
+
+    with pytest.raises(SplitError, match=r"buffer 'average' at .*test_writes.py.* to the last at .*test_writes.py"):
+        check(run)
 
 
 def write_what_was_reshaped(m: Any, x: Tensor) -> Tensor:

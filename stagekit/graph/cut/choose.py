@@ -17,7 +17,7 @@ from stagekit.graph.bucket import group_nodes
 from stagekit.graph.buckets.rule import BucketRule
 from stagekit.graph.cut.costs import Cost, measure, tensor_bytes
 from stagekit.graph.cut.footprint import cut_within, footprint
-from stagekit.graph.cut.layout import Layout
+from stagekit.graph.cut.layout import Layout, held_together
 from stagekit.plan.memory import Memory, in_units
 from stagekit.plan.partition import Partition, partition
 from stagekit.plan.split import Balanced, Usage, check_split, parse_split
@@ -50,7 +50,13 @@ def choose(
     """
     if at_nodes is not None:
         return _at_nodes(layout, at_nodes, stages)
-    choice = _chosen(captured, layout, split, stages, usage or Usage())
+    try:
+        choice = _chosen(captured, layout, split, stages, usage or Usage())
+    except SplitError as error:
+        why = held_together(captured) if stages - 1 > len(layout.legal) else ""
+        if not why:
+            raise
+        raise SplitError(f"{error}; {why}") from error
     if measured and not choice.costs:
         choice = replace(choice, costs=_costs(captured, layout, "measured"))
     if isinstance(split, Balanced) and split.speeds:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from stagekit.graph.cut.costs import LINK_BYTES_PER_S, LINK_S_PER_MESSAGE, tensor_bytes
 from stagekit.graph.passes.aliasing import is_random, schema_name, spans, written_inputs
+from stagekit.graph.passes.propagate import line_of
 
 if TYPE_CHECKING:
     from stagekit.graph.capture.capture import Captured
@@ -75,6 +76,22 @@ def lay_out(captured: Captured) -> Layout:
         else:
             work.add(node)
     return Layout(nodes, frozenset(work), frozenset(free), tuple(_legal(captured, nodes, work)))
+
+
+def held_together(captured: Captured) -> str:
+    """Return in words which written state keeps the most operations in one stage, "" if none does."""
+    order = {node: i for i, node in enumerate(captured.graph.nodes)}
+    found = spans(captured.graph, captured.storages)
+    first, last = max(found, key=lambda span: order[span[1]] - order[span[0]], default=(None, None))
+    if first is None or last is None or first is last:
+        return ""
+    shared = {captured.storages.get(n.name) for n in (first, *first.all_input_nodes)}
+    shared &= {captured.storages.get(n.name) for n in (last, *last.all_input_nodes)} - {None}
+    names = [f"{o.kind} {o.name!r}" for held, o in captured.origins.items() if captured.storages.get(held) in shared]
+    return (
+        f"one stage holds everything from the first use of {names[0] if names else 'a tensor'}{line_of(first)} to the "
+        f"last{line_of(last)}, because forward writes it in place: write it right where it is read"
+    )
 
 
 def is_size(node: fx.Node) -> bool:
