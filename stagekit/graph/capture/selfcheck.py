@@ -149,7 +149,8 @@ def _check_values(captured: Captured, reference: nn.Module, given: list[Any], se
     changed = changed_between(before, after)
     names = ", ".join(map(name_of, changed))
     if changed:
-        for number, values in other_calls(twin_of(reference), functools.partial(_called, captured, given), before):
+        call = functools.partial(_called, captured, given)
+        for number, values in other_calls(twin_of(reference), call, {p: before[p] for p in changed}):
             put(reference, values)
             _check_call(
                 captured, reference, twin, given, seed + 2, f"in call {number}, with what forward keeps in {names}, "
