@@ -1,5 +1,6 @@
 """One rank fails: every rank raises that one's error at once, nothing is left of the step, and the next one runs."""
 
+import functools
 import time
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import stagekit
+from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import RemoteError, ShapeError, StageError
 from stagekit.testing import spawn
 
@@ -42,10 +44,15 @@ def batch(step):
     return torch.randn(ROWS, 8, generator=generator), torch.zeros(ROWS, dtype=torch.long), torch.zeros(ROWS, 8)
 
 
-def run_of(schedule, stages_per_rank, replicas=1):
+@functools.cache
+def captured():
     x, index, _ = batch(0)
-    pipe = stagekit.pipeline(
-        Looks, (x[:3], index[:3]), loss_fn=mean_square, stages=2 * stages_per_rank, stages_per_rank=stages_per_rank,
+    return capture_model(Looks, (x[:3], index[:3]), seed=1)
+
+
+def run_of(schedule, stages_per_rank, replicas=1):
+    pipe = plan_pipeline(
+        captured(), loss_fn=mean_square, stages=2 * stages_per_rank, stages_per_rank=stages_per_rank,
         chunks=CHUNKS, schedule=schedule, split="layers" if stages_per_rank == 2 else ["layers.2"], replicas=replicas,
         seed=1,
     )  # fmt: skip
@@ -119,7 +126,7 @@ def everything(rank):
 
 @pytest.fixture(scope="module")
 def two():
-    return spawn(everything, 2)
+    return spawn(everything, 2, timeout_s=300)
 
 
 @pytest.mark.parametrize("failing", ["index", "target"])
