@@ -11,12 +11,16 @@ import gc
 import os
 import signal
 import sys
+import time
 import traceback
 from typing import Any
 
 from piped.worker.link import Link, ShimGone
 
 PR_SET_PDEATHSIG = 1
+FIRST_WORD_S = (
+    2.0  # all ranks learn of a failed step at once: the one that failed reports it before the others are stopped
+)
 
 
 def main() -> int:
@@ -44,6 +48,8 @@ def main() -> int:
             return 130
         text = traceback_of(error)
         print(text, file=sys.stderr, flush=True)
+        if type(error.__cause__).__name__ == "RemoteError":
+            time.sleep(FIRST_WORD_S)
         link.send("failed", **describe_failure(error, text))
     link.flush()
     # Libraries' exit handlers (gloo, inductor's pools) may wait for peers that are gone; nothing is left to save.
