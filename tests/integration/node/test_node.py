@@ -388,12 +388,12 @@ def test_a_second_daemon_on_the_same_state_is_refused_by_pid(cluster: Cluster) -
 def test_another_cluster_is_refused(cluster: Cluster) -> None:
     async def scene(coordinator: Coordinator) -> None:
         daemon = cluster.start_node()
-        await cluster.registered()
+        log = cluster.folder / "daemon.log"
+        await coordinator.until(lambda: '"session_open"' in log.read_text(), "the first welcome, and its note on disk")
         daemon.terminate()
         assert await asyncio.to_thread(daemon.wait, 20) == 0
         coordinator.cluster_id = "c2"
         cluster.start_node()
-        log = cluster.folder / "daemon.log"
         await coordinator.until(lambda: "belongs to cluster c2, this node to c1" in log.read_text(), "the refusal")
 
     play(cluster, scene)
