@@ -23,8 +23,7 @@ from stagekit.run.transport import NcclTransport, Transport, Work, gloo_transpor
 
 CLOCK_ROUNDS = 8
 WAIT_TIMEOUT = timedelta(hours=1)  # the launcher gives up earlier
-_waits: Counter[bytes] = Counter()  # per world, so that no key of the store is used twice
-_alarms: Counter[bytes] = Counter()
+_used: Counter[str] = Counter()  # per prefix, so that no key of the store is used twice
 
 
 class NoTransport:
@@ -79,11 +78,14 @@ class Groups:
         """Return what tells every rank of an error; None for a single rank, which has nobody to tell."""
         if self._world is None or dist.get_world_size(self._world) == 1:
             return None
-        store = dist.distributed_c10d._get_default_store()
+        return Alarm(dist.distributed_c10d._get_default_store(), self._new_key("error"), self.global_rank)
+
+    def _new_key(self, purpose: str) -> str:
+        """Return a key of the store that every rank of the world gets alike, and nobody got before."""
         members = repr(dist.get_process_group_ranks(self._world)).encode()
-        _alarms[members] += 1
-        key = f"stagekit/error/{hashlib.sha256(members).hexdigest()[:16]}/{_alarms[members]}"
-        return Alarm(store, key, self.global_rank)
+        prefix = f"stagekit/{purpose}/{hashlib.sha256(members).hexdigest()[:16]}"
+        _used[prefix] += 1
+        return f"{prefix}/{_used[prefix]}"
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Return a group of these pipeline ranks for a member, None for others and for a single rank."""
@@ -104,9 +106,7 @@ class Groups:
         if self._world is None:
             return
         store = dist.distributed_c10d._get_default_store()
-        members = repr(dist.get_process_group_ranks(self._world)).encode()
-        _waits[members] += 1
-        key = f"stagekit/wait/{hashlib.sha256(members).hexdigest()[:16]}/{_waits[members]}"
+        key = self._new_key("wait")
         try:
             if store.add(key, 1) % dist.get_world_size(self._world) == 0:
                 store.set(f"{key}/all", "1")
