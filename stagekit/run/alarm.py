@@ -20,12 +20,9 @@ _WAIT = timedelta(hours=1)
 
 
 class Silence:
-    """The alarm of a rank that has nobody to hear."""
+    """What a rank without neighbours hears."""
 
     rang = False
-
-    def report(self, error: Exception) -> None:
-        """Tell nobody."""
 
 
 class Alarm:

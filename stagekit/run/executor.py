@@ -53,8 +53,7 @@ class Executor:
     ) -> None:
         """`alarm`: an error of one rank ends the step on all, see `run_list`; None: it is this rank's alone."""
         self._placement, self._runners, self._inputs = placement, runners, inputs
-        self._alarm = alarm or Silence()
-        self._is_alone = alarm is None
+        self._alarm = alarm
         self.recorder = Recorder(actions)
         self.pool = BufferPool(device)
         self.bytes: defaultdict[tuple[int, str], int] = defaultdict(int)  # (stage, direction), cumulative
@@ -99,7 +98,7 @@ class Executor:
         lists without computing: everyone reaches the end of the step, where `Alarm.failure` says what to raise.
         """
         started, ended, clock, index = self.recorder.start_ns, self.recorder.end_ns, monotonic_ns, 0
-        alarm = self._alarm
+        alarm = self._alarm or Silence
         with torch.set_grad_enabled(self.step.train):
             try:
                 now = clock()
@@ -179,7 +178,7 @@ class Executor:
             self.abort()
             raise error
         failed = self._named(index, error)
-        if self._is_alone:
+        if self._alarm is None:
             self.abort()
             raise failed from error
         failed.__cause__ = error

@@ -128,10 +128,8 @@ class StageRunner:
         self._recompute = recompute
         self._saved: dict[int, SavedChunk] = {}
         self._waiting: dict[int, Sequence[Deferred]] = {}  # by chunk, between the two halves of its backward
-        self._take_deferred: Callable[[], Sequence[Deferred]] = tuple
-        self._defers = defer_weights and bool(self._leaf_positions) and isinstance(module, DefersWeights)
-        if self._defers:
-            assert isinstance(module, DefersWeights)
+        self._take_deferred: Callable[[], Sequence[Deferred]] | None = None  # None: nothing of a backward waits
+        if defer_weights and self._leaf_positions and isinstance(module, DefersWeights):
             module.defer_weights()
             self._take_deferred = module.take_deferred
         self._leaves_of_loss: tuple[Tensor, ...] | None = None  # what the loss function trains of its own, once seen
@@ -153,7 +151,7 @@ class StageRunner:
             self._saved[chunk] = (arguments, None, seed_base, found, ())
         else:
             outputs = self._call(*arguments)
-            deferred = self._take_deferred() if self._defers else ()
+            deferred = () if self._take_deferred is None else self._take_deferred()
             self._saved[chunk] = (arguments, outputs, seed_base, (), deferred)
         self.num_chunks_held += 1
         if self.num_chunks_held > self.peak_chunks:
@@ -267,4 +265,4 @@ class StageRunner:
         self._set_seed_base(seed_base)
         with torch.enable_grad():
             outputs = self._call(*arguments)
-        return outputs, self._take_deferred() if self._defers else ()
+        return outputs, () if self._take_deferred is None else self._take_deferred()
