@@ -64,14 +64,14 @@ def random_cut(captured: Captured, stages: int, draw: random.Random) -> list[str
     return [first, *(layout.nodes[at].name for at in sorted(draw.sample(list(layout.legal), stages - 1)))]
 
 
-def run(captured: Captured, case: Case, stages: int, at_nodes: list[str] | None) -> LocalResult:
+def run(captured: Captured, case: Case, stages: int, at_nodes: list[str] | None, schedule: str = "1f1b") -> LocalResult:
     """Train one step; with 4 stages, in small buckets and recomputing what backward needs."""
     pipe = plan_pipeline(
         captured,
         loss_fn=lambda output, target: plain.reduce(output),
         stages=stages,
         chunks=len(ROWS),
-        schedule="1f1b",
+        schedule=schedule,
         split="balanced",
         buckets={"cap": 4096} if stages == 4 else None,
         recompute=stages == 4,

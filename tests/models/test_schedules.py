@@ -12,9 +12,8 @@ from typing import Any
 import plain
 import pytest
 import torch
-from test_models import CASES, LISTED, RATES, ROWS, SEED, prepared, random_cut, whole
+from test_models import CASES, LISTED, RATES, SEED, prepared, random_cut, run
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.graph.capture.capture import Captured
@@ -122,28 +121,12 @@ def test_a_loss_that_trains_something_itself_does_so_under_halved_backwards() ->
     assert seen["gpipe"] is not None and torch.equal(seen["gpipe"], seen["zb-h1"])
 
 
-def halves(captured: Captured, name: str, stages: int, at_nodes: list[str], schedule: str) -> LocalResult:
-    pipe = plan_pipeline(
-        captured,
-        loss_fn=lambda output, target: plain.reduce(output),
-        stages=stages,
-        chunks=len(ROWS),
-        schedule=schedule,
-        buckets={"cap": 4096} if stages == 4 else None,
-        recompute=stages == 4,
-        at_nodes=at_nodes,
-        seed=SEED,
-    )
-    args, kwargs = pytree.tree_map_only(Tensor, whole, (CASES[name].args, CASES[name].kwargs))
-    return run_local(pipe, *args, target=torch.zeros(sum(ROWS)), **kwargs)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", LISTED)
 def test_the_halves_of_a_backward_are_the_whole_to_the_bit(name: str, stages: int) -> None:
     captured, expected = prepared(name, RATES[name])
     at_nodes: Any = random_cut(captured, stages, random.Random(f"{name}{stages}"))
-    result = halves(captured, name, stages, at_nodes, "zb-h1")
+    result = run(captured, CASES[name], stages, at_nodes, "zb-h1")
     plain.compare(result, expected)
-    assert same_bits(result, halves(captured, name, stages, at_nodes, "gpipe"))
+    assert same_bits(result, run(captured, CASES[name], stages, at_nodes, "gpipe"))
