@@ -29,7 +29,13 @@ from stagekit.graph.capture.fixed import NotedSizes, fixed_sizes
 from stagekit.graph.capture.functions import FunctionRecorder
 from stagekit.graph.capture.lines import is_torch_internal
 from stagekit.graph.capture.modes import NotedModes
-from stagekit.graph.capture.quirks import DataIsDetached, answering_compiling, modules_stay, quiet, without_value_checks
+from stagekit.graph.capture.quirks import (
+    RecordedAsOperators,
+    answering_compiling,
+    modules_stay,
+    quiet,
+    without_value_checks,
+)
 from stagekit.graph.capture.refusals import check_module, is_about_values, refusal, watched
 from stagekit.graph.capture.specs import Leaf, example_rows, register_dataclasses, symbolic_dims
 from stagekit.plan.contract import FixedSize
@@ -134,7 +140,7 @@ def _exported(
         modules_stay(),
         watched(),
         ConstantDraws(),
-        DataIsDetached(),
+        RecordedAsOperators(),
         FunctionRecorder(skeleton) as functions,
     ):
         # of recurrent layers' own lists; what matters is found by the self-check's second call

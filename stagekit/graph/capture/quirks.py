@@ -4,7 +4,7 @@ nn.Transformer compares a mask with the causal one and gives attention a hint if
 mask itself is applied, which is the same sum. `.data` is no operation that export sees; `.detach()` gives the same tensor.
 A model that asks whether it is compiled may take another branch then; export says yes, and where that can't be captured,
 the eager branch is tried. graph.capture.export enters `without_value_checks`, `quiet`, `answering_compiling`, `modules_stay`
-and `DataIsDetached`.
+and `RecordedAsOperators`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _wanted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
     return device, dtype, layout
 
 
-class DataIsDetached(TorchFunctionMode):
+class RecordedAsOperators(TorchFunctionMode):
     """While entered, an export records `x.data` as `x.detach()` and refuses to assign it.
 
     `x.random_(low, high)` is recorded as `x.random_(high - low).add_(low)`, the same numbers: printed graphs name the
