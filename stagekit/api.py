@@ -22,6 +22,7 @@ from torch import nn
 from stagekit.arguments import (
     bucket_rule,
     check_counts_and_kinds,
+    check_forward,
     check_model,
     check_options,
     check_outputs,
@@ -34,6 +35,7 @@ from stagekit.graph.cut.cut import Cut
 from stagekit.graph.values.build import Start
 from stagekit.plan.contract import ModelSpec, StageSpec
 from stagekit.plan.plan import Plan, check_counts, make_plan
+from stagekit.plan.schedules.registry import FORWARD, is_forward_only
 from stagekit.plan.schedules.registry import check as check_schedule
 from stagekit.plan.split import Balanced, Usage, check_split
 from stagekit.run.agreement import exchange_text
@@ -175,10 +177,10 @@ def pipeline(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | None,
     stages: int,
     chunks: int,
-    schedule: str = "1f1b",
+    schedule: str | None = None,
     split: str | Sequence[str] | Balanced = "balanced",
     stages_per_rank: int = 1,
     replicas: int = 1,
@@ -205,6 +207,8 @@ def pipeline(
     (inductor on CUDA), a backend of torch.compile, or "auto", which times eager and inductor when deployed. `buckets`
     {"cap": bytes, "first": bytes} cuts each stage into submodules whose gradients are reduced together. `args_spec` and `kwargs_spec` say of an argument
     `Split(dim)` or `Replicate()`, `output_spec` of an output `Cat(dim)`, `Stack()`, `Sum()`, `Mean()` or a function.
+    `schedule` is a name of stagekit.plan.schedules or a CSV file: "1f1b" by default, and "forward" where `loss_fn` is None:
+    the model then runs in eval mode, for its outputs alone.
     The module and the random state are left as they were. Raises CaptureError, SplitError, ScheduleError, UserError.
     """
     check_counts_and_kinds(
@@ -217,10 +221,12 @@ def pipeline(
         loss_fn=loss_fn,
         split=split,
     )
+    schedule = schedule or ("1f1b" if loss_fn is not None else FORWARD)
     check_options(recompute=recompute, loss_weight=loss_weight, init=init, weights=weights, device=device)
     check_specs(args_spec, kwargs_spec, output_spec)
     check_counts(stages, stages_per_rank, replicas)
     check_schedule(schedule, stages, stages_per_rank, chunks)
+    check_forward(schedule, loss_fn=loss_fn, loss_weight=loss_weight, recompute=recompute)
     check_split(split, stages, stages_per_rank)
     bucket_rule(buckets)
     captured = capture_model(
@@ -233,6 +239,7 @@ def pipeline(
         device=device,
         args_spec=args_spec,
         kwargs_spec=kwargs_spec,
+        forward_only=is_forward_only(schedule),
     )
     return plan_pipeline(
         captured,
@@ -265,10 +272,12 @@ def capture_model(
     args_spec: Sequence[Any] | None = None,
     kwargs_spec: Mapping[str, Any] | None = None,
     check: bool = True,
+    forward_only: bool = False,
 ) -> Captured:
     """First half of `pipeline`: the model as one graph, compared with the model unless `check` is False (a worker
     repeats a capture that was checked when the plan was made). `lock_dir`: a folder of this node in which its workers
-    take turns where a whole model must be built. Raises CaptureError, UserError.
+    take turns where a whole model must be built. `forward_only`: in eval mode, without gradients. Raises CaptureError,
+    UserError.
     """
     check_model(model, args, kwargs)
     again = functools.partial(
@@ -282,13 +291,15 @@ def capture_model(
         kwargs_spec=dict(kwargs_spec) if kwargs_spec else None,
         start=Start(init, Path(weights) if weights else None, lock_dir),
     )
+    if forward_only:
+        return again(check=check, training=False).without_gradients()
     return dataclasses.replace(again(check=check), again=functools.partial(again, check=False))
 
 
 def plan_pipeline(
     captured: Captured,
     *,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | None,
     stages: int,
     chunks: int,
     schedule: str = "1f1b",

@@ -18,6 +18,7 @@ from stagekit.graph.buckets.rule import BucketRule
 from stagekit.graph.capture.capture import Captured
 from stagekit.graph.capture.specs import Replicate, Split
 from stagekit.graph.values.build import INITS
+from stagekit.plan.schedules.registry import is_forward_only
 from stagekit.plan.split import Balanced, parse_bytes
 from stagekit.run.merge import Cat, Mean, Stack, Sum
 
@@ -52,10 +53,10 @@ def check_counts_and_kinds(**given: Any) -> None:
         raise UserError(f"seed is {seed!r}; give a whole number from 0 to 2**63 - 1")
     if not isinstance(given["compile"], str):
         raise UserError(f'compile is {given["compile"]!r}; name a compiler: "eager", "default", "auto", "inductor", …')
-    if not callable(given["loss_fn"]):
+    if not (given["loss_fn"] is None or callable(given["loss_fn"])):
         raise UserError(
             f"loss_fn is {given['loss_fn']!r}; give a function (output, target) -> mean loss of a chunk; where the model "
-            "computes it: lambda output, target: output.loss"
+            "computes it: lambda output, target: output.loss; None runs forward only"
         )
     split = given["split"]
     is_list = isinstance(split, list | tuple) and all(isinstance(path, str) for path in split)
@@ -64,6 +65,21 @@ def check_counts_and_kinds(**given: Any) -> None:
             f'split is {split!r}; give "balanced", "parameters", "layers", "bucket:25MiB", stagekit.Balanced(...) or a '
             "list of module paths"
         )
+
+
+def check_forward(schedule: str, *, loss_fn: Any, loss_weight: Any, recompute: Any) -> None:
+    """Raise UserError where `schedule` and what belongs to training alone contradict each other."""
+    if not is_forward_only(schedule):
+        if loss_fn is None:
+            raise UserError(
+                f'loss_fn is None, but schedule "{schedule}" has backwards, which begin at a loss; give loss_fn, or to run '
+                'forward only leave schedule out or write schedule="forward"'
+            )
+        return
+    if recompute:
+        raise UserError(f"recompute is True, but schedule {schedule} has no backward to recompute for; leave it out")
+    if loss_fn is None and loss_weight is not None:
+        raise UserError("loss_weight weighs the losses of chunks, but loss_fn is None; give loss_fn, or leave it out")
 
 
 def check_options(*, recompute: Any, loss_weight: Any, init: Any, weights: Any, device: Any) -> None:

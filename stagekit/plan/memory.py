@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from stagekit.errors import SplitError
 from stagekit.plan.actions import Op
-from stagekit.plan.schedules.registry import compute_order, table_for
+from stagekit.plan.schedules.registry import compute_order, is_forward_only, table_for
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -32,6 +32,15 @@ class Held:
     positions: tuple[int, ...]
     fixed_bytes: int = 0
     chunk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What the nodes of a chain hold; `received[i]`: bytes a chunk that a stage beginning at i is sent and keeps besides."""
+
+    held: tuple[Held, ...]
+    received: tuple[int, ...]
+    workspace_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,12 @@ class Memory:
 
 
 def chunks_in_flight(schedule: str, stages: int, stages_per_rank: int, chunks: int) -> tuple[int, ...]:
-    """Return per stage how many chunks are at most between their F and their B or W. Raises ScheduleError."""
+    """Return per stage how many chunks are at most between their F and their B or W; 1 where there are forwards alone.
+
+    Raises ScheduleError.
+    """
+    if is_forward_only(schedule):
+        return (1,) * stages
     num_ranks = stages // stages_per_rank
     orders = compute_order(schedule, table_for(schedule, stages, num_ranks), num_ranks, chunks)
     held, peak = [0] * stages, [0] * stages

@@ -16,7 +16,7 @@ from stagekit.errors import UserError
 from stagekit.plan.actions import Op, to_csv
 from stagekit.plan.contract import ModelSpec, StageSpec, TensorSpec
 from stagekit.plan.lowering import Lists, Routes, lower, receive_window, routes_of
-from stagekit.plan.schedules.registry import compute_order, table_for
+from stagekit.plan.schedules.registry import compute_order, is_forward_only, table_for
 from stagekit.plan.shapes import evaluate
 from stagekit.plan.timeline import Timeline, gantt, simulate
 from stagekit.plan.transports import Transport
@@ -53,6 +53,11 @@ class Plan:
     def world_size(self) -> int:
         """Ranks of all replicas."""
         return self.num_ranks * self.replicas
+
+    @property
+    def trains(self) -> bool:
+        """Whether the lists have backwards; without, the model runs in eval mode."""
+        return any(action.op in (Op.B, Op.I) for row in self.actions for action in row)
 
     @property
     def halved(self) -> frozenset[int]:
@@ -137,7 +142,8 @@ def make_plan(
     num_stages = len(model.stages)
     num_ranks = check_counts(num_stages, stages_per_rank, 1)
     stage_ranks = table_for(schedule, num_stages, num_ranks)
-    routes = routes_of(model, replicas=replicas)
+    trains = not is_forward_only(schedule)
+    routes = routes_of(model, replicas=replicas, train=trains)
     lists, extension = verified_lists(schedule, stage_ranks, num_chunks, routes)
     timeline = _predict(model, lists, extension, stage_ranks, routes, recompute)
     return Plan(
@@ -152,7 +158,7 @@ def make_plan(
         lists,
         extension,
         timeline,
-        _bit_equal(model, compile, replicas),
+        _bit_equal(model, compile, replicas, trains=trains),
     )
 
 
@@ -193,15 +199,17 @@ def _predict(
     )
 
 
-def _bit_equal(model: ModelSpec, compile: str, replicas: int) -> str:
+def _bit_equal(model: ModelSpec, compile: str, replicas: int, *, trains: bool) -> str:
     """Say whether a step equals the unsplit model's bit for bit on CPU fp32, after the conditions measured to matter."""
     drawing = next((stage for stage in model.stages if stage.draws), None)
     if drawing is not None:
         return f"no (stage {drawing.index} draws random numbers, seeded per chunk)"
-    if replicas > 1:
+    if trains and replicas > 1:
         return f"no (gradients are summed over {replicas} replicas)"
     if compile != "eager":
         return f"no (compiled with {compile})"
+    if not trains:
+        return "yes"
     holders: dict[str, int] = {}
     for stage in model.stages:
         for parameter in stage.parameters:

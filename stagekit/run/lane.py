@@ -51,7 +51,7 @@ class StageSource(Protocol):
 class RunOptions:
     """What is the same for every step."""
 
-    loss_fn: LossFunction
+    loss_fn: LossFunction | None  # None: forwards alone
     loss_weight: LossWeight | None  # None: a chunk's rows
     seed: int
     output_rules: tuple[Rule | None, ...] = ()  # per output leaf; empty: the defaults
@@ -69,7 +69,7 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Weighted mean over chunks and replicas, on every rank; nan for an evaluation without target."""
+        """Weighted mean over chunks and replicas, on every rank; nan for a batch scored without target."""
         return float(self._status[0])
 
     @property
@@ -215,6 +215,10 @@ class Lane:
             texts = exchange_text(texts[0], groups.pipeline, groups.comm_device)
         given = [Given.from_json(text) for text in texts]
         has_loss = self.train or any(each.target_tree is not None for each in given)
+        if has_loss and self.options.loss_fn is None:
+            raise UserError(
+                "a target was passed, but this pipeline has no loss_fn; leave the target out, or give loss_fn"
+            )
         self._agreement = agree(self._placement, given, has_loss=has_loss)
         actions = self._course.lists(self._agreement)[rank]
         transport = groups.transport()
@@ -222,7 +226,7 @@ class Lane:
             self._spec, self._agreement.parcels, self._placement.stage_ranks, rank, transport, self._device
         )
         if has_loss and rank == self._placement.last_rank:
-            self._loss = self._make_loss()
+            self._loss = self._make_loss(self.options.loss_fn)
         self._executor = Executor(
             self._placement,
             actions,
@@ -236,13 +240,14 @@ class Lane:
         )
         return self._executor
 
-    def _make_loss(self) -> LossRunner:
+    def _make_loss(self, loss_fn: LossFunction | None) -> LossRunner:
+        assert loss_fn is not None
         return LossRunner(
             self._spec,
             self._inputs,
             self._agreement.target_tree,
             self.source.unflatten_output,
-            self.options.loss_fn,
+            loss_fn,
             self.options.loss_weight,
             self._groups.replicas,
         )

@@ -56,7 +56,7 @@ class LocalRun:
             compile_stages(self._runners, plan.model, plan.compile, device, None, options.compiled)
         parameters = [p for runner in self._runners.values() for p in runner.module.parameters() if p.requires_grad]
         ties = dict(enumerate(TieGroup([], None) for _ in routes_of(plan.model).ties))  # summed after the walk
-        self._sums = GradientSums({}, ties, parameters)
+        self._sums = GradientSums({}, ties, parameters if plan.trains else [])
         self.step_number = 0
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> tuple[float, Any]:
@@ -76,17 +76,17 @@ class LocalRun:
                 executors[rank].perform(position)
             for executor in executors:
                 executor.finish()
-            self._tie_sums()
+            if self._plan.trains:
+                self._tie_sums()
         except BaseException:
             self._sums.abort()
             raise
         self._sums.end()
         self.step_number += 1
         loss = self._loss
-        output = merge_outputs(
-            self._plan.model.outputs, self._options.output_rules, executors[0].outputs(), loss.weights
-        )
-        return loss.result(), self._source.unflatten_output(output)
+        weights = [float(size) for size in step.chunk_sizes] if loss is None else loss.weights
+        output = merge_outputs(self._plan.model.outputs, self._options.output_rules, executors[0].outputs(), weights)
+        return float("nan") if loss is None else loss.result(), self._source.unflatten_output(output)
 
     def _make_step(self, leaves: Sequence[Any], rows: int) -> Step:
         spec = self._plan.model
@@ -94,10 +94,16 @@ class LocalRun:
         chunking.check_fixed_shapes(spec, leaves, sizes)
         symbols = chunking.symbol_values(spec, leaves, sizes)
         shapes = {size: ChunkShapes(spec, values) for size, values in symbols.items()}
-        return Step(self.step_number, self._options.seed, 0, sizes, shapes, keep_output=True)
+        return Step(self.step_number, self._options.seed, 0, sizes, shapes, train=self._plan.trains, keep_output=True)
 
     def _executors(self, leaves: Sequence[Any], target: Sequence[Tensor], tree: Any) -> list[Executor]:
-        plan, device = self._plan, torch.device("cpu")
+        plan, device, options = self._plan, torch.device("cpu"), self._options
+        has_loss = plan.trains or tree is not None
+        if has_loss and options.loss_fn is None:
+            raise UserError(
+                "a target was passed, but this pipeline has no loss_fn; leave the target out, or give loss_fn"
+            )
+        self._loss: LossRunner | None = None
         executors = []
         for rank in range(plan.num_ranks):
             placement = Placement(plan.model, plan.stage_ranks, rank, plan.num_chunks)
@@ -105,15 +111,11 @@ class LocalRun:
             inputs = InputExchange(plan.model, {}, plan.stage_ranks, rank, transport, device)
             inputs.begin(leaves, target, [], [])
             loss = None
-            if rank == placement.last_rank:
+            if rank == placement.last_rank and has_loss:
+                assert options.loss_fn is not None
+                unflatten = self._source.unflatten_output
                 loss = self._loss = LossRunner(
-                    plan.model,
-                    inputs,
-                    tree,
-                    self._source.unflatten_output,
-                    self._options.loss_fn,
-                    self._options.loss_weight,
-                    None,
+                    plan.model, inputs, tree, unflatten, options.loss_fn, options.loss_weight, None
                 )
             runners = {stage: self._runners[stage] for stage in placement.own_stages}
             sums = _NoSums({}, {}, [])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +20,7 @@ from stagekit.plan.actions import Action
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.lowering import routes_of
 from stagekit.plan.plan import Plan, check_counts, verified_lists
+from stagekit.plan.schedules.registry import FORWARD
 from stagekit.run.agreement import Agreement
 from stagekit.run.compiling import compile_stages
 from stagekit.run.data_parallel import BucketReducer, GradientSums, TieGroup
@@ -29,8 +30,6 @@ from stagekit.run.lane import Course, Lane, RunOptions, StageSource, StepResult
 from stagekit.run.layout import Placement
 from stagekit.run.stage import StageRunner, written_states
 from stagekit.run.stats import ActionHook
-
-FORWARD = "forward"  # the schedule of evaluation
 
 
 class EvaluationSource(StageSource, Protocol):
@@ -85,7 +84,7 @@ class Run:
         self._written = [state for runner in self._runners.values() for state in written_states(runner.module)]
         self._states: list[tuple[Tensor, Tensor]] = []  # those, as the step found them
         self._hooks: list[ActionHook] = []
-        course = Course(source, self.placement, plan.fingerprint, self._lists, train=True)
+        course = Course(source, self.placement, plan.fingerprint, self._lists, train=plan.trains)
         self._alarm = self.groups.alarm()
         self._lane = Lane(course, options, self._runners, self.groups, device, self._sums, self._alarm)
         self._evaluation: Lane | None = None
@@ -98,8 +97,9 @@ class Run:
     # ---- steps
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
-        """Run one training step on a whole batch: gradients are added to `.grad`, the optimizer is the caller's.
+        """Run one step on a whole batch: gradients are added to `.grad`, the optimizer is the caller's.
 
+        A pipeline that runs forward only gives the output, and with a target the loss; it keeps no autograd state.
         The same call on every rank; a rank that owns none of the arguments calls `step()`. Raises UserError for
         arguments that don't fit and StageError for what a stage raised, on every other rank RemoteError with that one's
         words and traceback: gradients and buffers are then as before, and the next step can run. PeerError for a lost
@@ -149,7 +149,7 @@ class Run:
 
     def _lists(self, agreement: Agreement) -> tuple[tuple[Action, ...], ...]:
         plan = self.plan
-        routes = routes_of(plan.model, replicas=plan.replicas, inputs=agreement.parcels)
+        routes = routes_of(plan.model, replicas=plan.replicas, inputs=agreement.parcels, train=plan.trains)
         lists, _ = verified_lists(plan.schedule, plan.stage_ranks, plan.num_chunks, routes)
         return lists
 
@@ -162,12 +162,18 @@ class Run:
         kept, no gradient and no random state changes; buffers change only as the model itself changes them in eval
         mode. The first call captures the model in that mode. Raises CaptureError, SplitError; and like `step`.
         """
+        if not self.plan.trains:
+            with self._same_random_state():
+                return self.step(*args, target=target, **kwargs)
         lane = self._evaluation = self._evaluation or self._make_evaluation()
         lane.begin(args, kwargs, target, number=self.step_number, keep_output=True)
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        with self._same_random_state():
             lane.executor.run_list()
         lane.executor.finish()
         return lane.end(clock_base_ns=self.clock_base_ns + self.clock_offset_ns)
+
+    def _same_random_state(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
 
     def _make_evaluation(self) -> Lane:
         if not isinstance(self.source, Evaluates):
@@ -193,6 +199,8 @@ class Run:
     # ---- gradients and state
 
     def _gradient_sums(self) -> GradientSums:
+        if not self.plan.trains:
+            return GradientSums({}, {}, [])
         parameters = {stage: dict(runner.module.named_parameters()) for stage, runner in self._runners.items()}
         reducers = {}
         if self.groups.replicas is not None:

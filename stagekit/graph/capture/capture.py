@@ -98,6 +98,15 @@ class Captured:
             raise BugError("this capture does not know how it was made")
         return self.again(training=False)
 
+    def without_gradients(self) -> Captured:
+        """Return this capture for forwards alone: nothing in its graph asks for a gradient, so that what is measured,
+        held and sent counts none.
+        """
+        for node in self.graph.nodes:
+            if "requires_grad" in node.meta:
+                node.meta["requires_grad"] = False
+        return self
+
     def cut(
         self,
         split: str | Sequence[str] | Balanced,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,22 +18,12 @@ from stagekit.errors import SplitError
 from stagekit.graph.cut.costs import tensor_bytes
 from stagekit.graph.passes.aliasing import storage_number
 from stagekit.graph.passes.propagate import run_node
-from stagekit.plan.memory import Held, Memory, in_units
+from stagekit.plan.memory import Footprint, Held, Memory, in_units
 from stagekit.plan.partition import Partition
 
 if TYPE_CHECKING:
     from stagekit.graph.capture.capture import Captured
     from stagekit.graph.cut.layout import Layout
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What nodes hold, by position in `Layout.nodes`; `received[i]`: bytes a chunk that a stage beginning at i is sent
-    and keeps besides."""
-
-    held: tuple[Held, ...]
-    received: tuple[int, ...]
-    workspace_bytes: int
 
 
 def footprint(captured: Captured, layout: Layout, *, optimizer_state: float, recompute: bool) -> Footprint:
@@ -68,7 +58,7 @@ def _states(captured: Captured, layout: Layout, order: Mapping[fx.Node, int], op
         if origin is None or origin.kind == "input":
             continue
         positions = sorted(order[user] for user in node.users if user in order)
-        factor = 2 + optimizer_state if origin.kind == "parameter" and origin.requires_grad else 1
+        factor = 2 + optimizer_state if origin.kind == "parameter" and node.meta["requires_grad"] else 1
         if positions:
             held.append(Held(tuple(positions), math.ceil(tensor_bytes(captured, node.meta["val"]) * factor)))
     return held

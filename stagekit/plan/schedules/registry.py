@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stagekit.errors import ScheduleError
+from stagekit.plan.actions import Op
 from stagekit.plan.costs import Costs as Costs
 from stagekit.plan.schedules import (
     automatic,
@@ -36,6 +37,7 @@ class Schedule:
     stages_per_rank: int = 1  # unless told: 2 where nothing else would do
 
 
+FORWARD = "forward"  # alone has no backward
 AUTOMATIC = "zb-auto"  # alone asks for costs and a memory limit
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe.orders),
@@ -48,7 +50,7 @@ SCHEDULES: dict[str, Schedule] = {
     "v-half": Schedule(v_half.orders, v_placement, 2),
     "eager-1f1b": Schedule(one_f_one_b.eager_one_f_one_b),
     "dualpipe-v": Schedule(dualpipe.orders, v_placement, 2),
-    "forward": Schedule(streaming.orders),
+    FORWARD: Schedule(streaming.orders),
 }
 NAMES = (*SCHEDULES, AUTOMATIC)
 
@@ -56,6 +58,13 @@ NAMES = (*SCHEDULES, AUTOMATIC)
 def is_file(schedule: str) -> bool:
     """Say whether `schedule` names a CSV file."""
     return schedule.lower().endswith(".csv")
+
+
+def is_forward_only(schedule: str) -> bool:
+    """Say whether the lists of `schedule` hold forwards alone. Raises ScheduleError for a file that can't be read."""
+    if is_file(schedule):
+        return all(action.op is Op.F for row in csv_file.compute_only(csv_file.load(schedule)) for action in row)
+    return schedule == FORWARD
 
 
 def table_for(schedule: str, num_stages: int, num_ranks: int) -> tuple[int, ...]:
