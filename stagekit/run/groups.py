@@ -7,19 +7,26 @@ that hold the same stages. Without a process group there is one rank and nothing
 from __future__ import annotations
 
 import hashlib
+import os
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic_ns
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stagekit.errors import BugError, PeerError
+from stagekit.run.agreement import exchange_text
 from stagekit.run.alarm import Alarm
 from stagekit.run.layout import TAG_CLOCK
-from stagekit.run.transport import NcclTransport, Transport, Work, gloo_transport, settle
+from stagekit.run.shm import ShmTransport
+from stagekit.run.shm_helper import Helper
+from stagekit.run.shm_setup import VARIABLE, connect
+from stagekit.run.transport import MixedTransport, NcclTransport, Transport, Work, gloo_transport, settle
 
 CLOCK_ROUNDS = 8
 WAIT_TIMEOUT = timedelta(hours=1)  # the launcher gives up earlier
@@ -48,6 +55,8 @@ class Groups:
         self.comm_device = torch.device("cpu")
         self.global_rank = self.pipeline_rank = self.replica = 0
         self._transport: Transport = NoTransport()
+        self.transports: dict[int, str] = {}  # by the pipeline rank of each peer: "shm", "gloo" or "nccl"
+        self._close: Callable[[], object] = _nothing
         if not dist.is_initialized():
             return
         self._world = group or dist.group.WORLD
@@ -60,15 +69,43 @@ class Groups:
         self._members = rows[self.replica]
         if pipeline_ranks > 1:
             self.pipeline = self._world if replicas == 1 else _new_group(self._members)
-            self._transport = self._make_transport(is_nccl)
+            self._transport = self._make_transport(is_nccl, device)
         if replicas > 1:
             self.replicas = _new_group([row[self.pipeline_rank] for row in rows])
 
-    def _make_transport(self, is_nccl: bool) -> Transport:
+    def _make_transport(self, is_nccl: bool, device: torch.device) -> Transport:
         assert self.pipeline is not None
-        if not is_nccl:
-            return gloo_transport(self.pipeline)
-        return NcclTransport(_new_group(self._members), _new_group(self._members), self.pipeline_rank)
+        peers = [rank for rank in range(len(self._members)) if rank != self.pipeline_rank]
+        if is_nccl:
+            self.transports = dict.fromkeys(peers, "nccl")
+            return NcclTransport(_new_group(self._members), _new_group(self._members), self.pipeline_rank)
+        gloo = gloo_transport(self.pipeline)
+        shm, helper, refused = self._share_memory(self.pipeline, device)
+        self.transports = {peer: "gloo" if peer in refused else "shm" for peer in peers}
+        if shm is None or helper is None:
+            return gloo
+        self._close = weakref.finalize(self, helper.close)
+        return MixedTransport({peer: gloo if peer in refused else shm for peer in peers}) if refused else shm
+
+    def _share_memory(
+        self, pipeline: dist.ProcessGroup, device: torch.device
+    ) -> tuple[ShmTransport | None, Helper | None, dict[int, str]]:
+        backend: Any = pipeline._get_backend(torch.device("cpu"))
+        return connect(
+            self.pipeline_rank,
+            len(self._members),
+            lambda text: exchange_text(text, pipeline, self.comm_device),
+            mode=os.environ.get(VARIABLE, "auto"),
+            refused=None if device.type == "cpu" else f"its tensors lie on {device.type}",
+            timeout_s=backend.options._timeout.total_seconds(),
+        )
+
+    def close(self) -> None:
+        """Give back what transfers between this rank's pipeline ranks hold; none may be started or awaited afterwards.
+
+        Done by itself once nobody refers to this object, and when the process ends.
+        """
+        self._close()
 
     def transport(self) -> Transport:
         """Return the point-to-point transport of this rank's pipeline."""
@@ -190,6 +227,10 @@ class Groups:
         tensor = torch.empty(1, dtype=torch.int64, device=self.comm_device)
         settle(self._transport.recv([tensor], peer, TAG_CLOCK), peer)
         return int(tensor)
+
+
+def _nothing() -> None:
+    """What there is to close without shared memory."""
 
 
 def _new_group(members: Sequence[int]) -> dist.ProcessGroup:

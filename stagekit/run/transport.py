@@ -9,6 +9,7 @@ its own and the verified order per channel does the matching.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -48,6 +49,19 @@ class Transport(Protocol):
 def gloo_transport(group: dist.ProcessGroup) -> Transport:
     """Return the transport of CPU tensors over a gloo process group: the backend itself."""
     return cast(Transport, group._get_backend(torch.device("cpu")))
+
+
+class MixedTransport:
+    """Some peers over one transport, some over another."""
+
+    def __init__(self, by_peer: Mapping[int, Transport]) -> None:
+        self._by_peer = by_peer
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
+        return self._by_peer[peer].send(tensors, peer, tag)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
+        return self._by_peer[peer].recv(tensors, peer, tag)
 
 
 class NcclTransport:
