@@ -1,8 +1,8 @@
-"""The three sides of the pipeline benchmark: our runtime, torch.distributed.pipelining, and the bare stage.
+"""The three sides of the pipeline benchmark: our runtime, torch.distributed.pipelining, and the bare stages.
 
 Each side runs whole training steps of the same stage modules on the same chunks; gradients are dropped before each
 step. `Bare` is the floor: a plain loop over the chunks with autograd, nothing sent. Decides nothing about what is
-measured; used by tests/bench/pipeline.py and tests/integration/run/test_calls.py.
+measured; used by tests/bench/workloads.py and tests/integration/run/test_calls.py.
 """
 
 from __future__ import annotations
@@ -12,19 +12,42 @@ import cProfile
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
 from stagekit.plan.plan import Plan, make_plan
 from stagekit.run.lane import RunOptions, StepResult
 from stagekit.run.runtime import Run
 from stagekit.testing import ChainSource
 
-WIDTH, ROWS = 16, 2  # of a tiny stage and its chunks
+# Our schedule → torch's nearest. Its interleaved zero bubble is ZB-1p; zb-auto finds that one or better.
+TORCH_SCHEDULES: dict[str, Any] = {
+    "1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B, "bfs": ScheduleLoopedBFS,
+    "zb-v": ScheduleZBVZeroBubble, "zb-auto": ScheduleInterleavedZeroBubble,
+}  # fmt: skip
+STAGES_PER_RANK = {"interleaved": 2, "bfs": 2, "zb-v": 2, "zb-auto": 2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of what crosses a cut: float32 [rows, width]."""
+
+    rows: int
+    width: int
+
+
+TINY = Shape(2, 16)
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -35,7 +58,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 def tiny_stages(count: int) -> list[nn.Module]:
     """Return `count` stages whose work is as close to nothing as a trainable one can be."""
     torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)]
+    return [nn.Sequential(nn.Linear(TINY.width, TINY.width), nn.Tanh()) for _ in range(count)]
 
 
 class _Sleep(torch.autograd.Function):
@@ -57,32 +80,42 @@ class SleepStage(nn.Module):
     def __init__(self, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.forward_s, self.backward_s = forward_s, backward_s
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Sleep.apply(x * self.scale, self.forward_s, self.backward_s)
         return y
 
 
-def batch(chunks: int) -> tuple[Tensor, Tensor]:
+def batch(chunks: int, shape: Shape = TINY) -> tuple[Tensor, Tensor]:
     """Return inputs and targets of one step, equal on every rank."""
     generator = torch.Generator().manual_seed(1)
-    shape = (chunks * ROWS, WIDTH)
-    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    rows = chunks * shape.rows
+    return tuple(torch.randn(rows, shape.width, generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
 class Ours:
-    """Our runtime: inputs on the first rank, target on the last, the loss read on every rank after each step."""
+    """Our runtime: inputs on the first stage's rank, target on the last's, the loss read on every rank after each step.
 
-    def __init__(self, stages: Sequence[nn.Module], schedule: str, chunks: int, group: dist.ProcessGroup) -> None:
-        source = ChainSource(stages, WIDTH, ROWS)
-        self.plan: Plan = make_plan(source.spec, schedule=schedule, num_chunks=chunks)
-        self.run = Run(source, self.plan, RunOptions(mean_square, None, 0), torch.device("cpu"), group)
-        rank, x, target = dist.get_rank(group), *batch(chunks)
-        self._args = (x,) if rank == 0 else ()
-        self._target = target if rank == len(stages) - 1 else None
+    `run` is any deployed pipeline; `chain` makes one of hand-made stages.
+    """
+
+    def __init__(self, run: Run, x: Tensor, target: Tensor) -> None:
+        self.run, ranks = run, run.plan.stage_ranks
+        self._args = (x,) if run.rank == ranks[0] else ()
+        self._target = target if run.rank == ranks[-1] else None
         self.after_step: Callable[[StepResult, float], None] | None = None  # gets the result and the step's seconds
-        self.bare = Bare(source.stage_module(rank, device=torch.device("cpu")), chunks, rank, len(stages) - 1)
+
+    @classmethod
+    def chain(
+        cls, stages: Sequence[nn.Module], schedule: str, chunks: int, group: dist.ProcessGroup, shape: Shape = TINY
+    ) -> Ours:
+        """Return the side for a chain of stages."""
+        source = ChainSource(stages, shape.width, shape.rows)
+        per_rank = STAGES_PER_RANK.get(schedule, 1)
+        plan: Plan = make_plan(source.spec, schedule=schedule, num_chunks=chunks, stages_per_rank=per_rank)
+        run = Run(source, plan, RunOptions(mean_square, None, 0), torch.device("cpu"), group)
+        return cls(run, *batch(chunks, shape))
 
     def step(self) -> None:
         """Run one step from zeroed gradients."""
@@ -99,72 +132,100 @@ class Ours:
 
 
 class Torch:
-    """torch.distributed.pipelining on the same stage, inputs and target."""
+    """torch.distributed.pipelining on this rank's stages, by number, with the same inputs and target."""
 
-    def __init__(self, stages: Sequence[nn.Module], schedule: str, chunks: int, group: dist.ProcessGroup) -> None:
-        self._rank, self._last = dist.get_rank(group), len(stages) - 1
-        self._module = copy.deepcopy(stages[self._rank])
-        stage = PipelineStage(self._module, self._rank, len(stages), torch.device("cpu"), group=group)
-        kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule]
-        self._schedule = kind(stage, n_microbatches=chunks, loss_fn=mean_square)
-        self._x, self._target = batch(chunks)
-        self.bare = Bare(self._module, chunks, self._rank, self._last)
+    def __init__(
+        self,
+        stages: dict[int, nn.Module],
+        num_stages: int,
+        schedule: str,
+        chunks: int,
+        group: dist.ProcessGroup,
+        x: Tensor,
+        target: Tensor,
+        loss: Callable[[Any, Any], Tensor] = mean_square,
+    ) -> None:
+        self.modules = {index: copy.deepcopy(module) for index, module in stages.items()}
+        made = [
+            PipelineStage(module, index, num_stages, torch.device("cpu"), group=group)
+            for index, module in self.modules.items()
+        ]
+        kind = TORCH_SCHEDULES[schedule]
+        many = schedule in STAGES_PER_RANK
+        self._schedule = kind(made if many else made[0], n_microbatches=chunks, loss_fn=loss)
+        self._args = (x,) if 0 in stages else ()
+        self._target = target if num_stages - 1 in stages else None
 
     def step(self) -> None:
         """Run one step from zeroed gradients."""
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        if self._rank == 0:
-            self._schedule.step(self._x)
-        elif self._rank == self._last:
-            losses: list[Tensor] = []
-            self._schedule.step(target=self._target, losses=losses)
+        for module in self.modules.values():
+            for parameter in module.parameters():
+                parameter.grad = None
+        if self._target is None:
+            self._schedule.step(*self._args)
         else:
-            self._schedule.step()
+            losses: list[Tensor] = []
+            self._schedule.step(*self._args, target=self._target, losses=losses)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's gradients by the unsplit model's names."""
-        return {f"{self._rank}.{name}": p.grad for name, p in self._module.named_parameters() if p.grad is not None}
+        return {
+            f"{index}.{name}": p.grad
+            for index, module in self.modules.items()
+            for name, p in module.named_parameters()
+            if p.grad is not None
+        }
 
 
 class Bare:
-    """The stage alone: forward and backward of every chunk in a plain loop, with ready inputs and gradients.
+    """This rank's stages alone: forward and backward of every chunk in a plain loop, with ready inputs and gradients.
 
-    `module` is the very module that a side runs: its wrapper, if it has one, is no part of that side's overhead.
+    `modules` are of the very kind that a side runs: their wrapper, if they have one, is no part of that side's overhead.
     """
 
-    def __init__(self, module: nn.Module, chunks: int, rank: int, last: int) -> None:
-        self._module, self._first, self._last = copy.deepcopy(module), rank == 0, rank == last
-        x, target = batch(chunks)
-        self._xs, self._targets = x.split(ROWS), target.split(ROWS)
-        self._seed = torch.ones(ROWS, WIDTH)
+    def __init__(self, modules: dict[int, nn.Module], last: int, chunks: int, shape: Shape = TINY) -> None:
+        self._modules = {index: copy.deepcopy(module) for index, module in modules.items()}
+        self._last, self.num_actions = last, 2 * len(modules) * chunks
+        x, target = batch(chunks, shape)
+        self._xs, self._targets = x.split(shape.rows), target.split(shape.rows)
+        self._seed = torch.ones(shape.rows, shape.width)
 
     def step(self) -> None:
-        """Run every chunk, forward then backward."""
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        for x, target in zip(self._xs, self._targets, strict=True):
-            y = self._module(x if self._first else x.detach().requires_grad_())
-            if isinstance(y, tuple):
-                y = y[0]
-            if self._last:
-                mean_square(y, target).backward()
-            else:
-                torch.autograd.backward(y, self._seed)
+        """Run every chunk through every stage, forward then backward."""
+        for index, module in self._modules.items():
+            for parameter in module.parameters():
+                parameter.grad = None
+            for x, target in zip(self._xs, self._targets, strict=True):
+                y = module(x.detach().requires_grad_() if index else x)
+                if isinstance(y, tuple):
+                    y = y[0]
+                if index == self._last:
+                    mean_square(y, target).backward()
+                else:
+                    torch.autograd.backward(y, self._seed)
 
-    def measure(self) -> tuple[float, float]:
-        """Return the median seconds of one chunk's forward and backward, over one step."""
-        forward, backward = [], []
-        for x, target in zip(self._xs, self._targets, strict=True):
-            leaf = x.detach().requires_grad_()
-            start = time.perf_counter()
-            y = self._module(leaf)[0]
-            root, seed = (mean_square(y, target), None) if self._last else (y, self._seed)
-            middle = time.perf_counter()
-            torch.autograd.backward(root, seed)
-            forward.append(middle - start)
-            backward.append(time.perf_counter() - middle)
-        return statistics.median(forward), statistics.median(backward)
+    def measure(self) -> dict[int, tuple[float, float]]:
+        """Return per stage the median seconds of one chunk's forward and backward, over one step."""
+        costs = {}
+        for index, module in self._modules.items():
+            forward, backward = [], []
+            for x, target in zip(self._xs, self._targets, strict=True):
+                leaf = x.detach().requires_grad_()
+                start = time.perf_counter()
+                y = module(leaf)
+                y = y[0] if isinstance(y, tuple) else y
+                root, seed = (mean_square(y, target), None) if index == self._last else (y, self._seed)
+                middle = time.perf_counter()
+                torch.autograd.backward(root, seed)
+                forward.append(middle - start)
+                backward.append(time.perf_counter() - middle)
+            costs[index] = statistics.median(forward), statistics.median(backward)
+        return costs
+
+
+def own_stages(stages: Sequence[nn.Module], plan: Plan, rank: int) -> dict[int, nn.Module]:
+    """Return those of `stages` that the plan puts on `rank`, by number."""
+    return {index: stages[index] for index, holder in enumerate(plan.stage_ranks) if holder == rank}
 
 
 def count_calls(step: Callable[[], None]) -> int:

@@ -12,7 +12,7 @@ def calls_over_bare(rank):
     """Return, per schedule, calls per compute action above the bare stage."""
     counts = {}
     for schedule in ("1f1b", "gpipe"):
-        ours = Ours(tiny_stages(2), schedule, CHUNKS, dist.group.WORLD)
+        ours = Ours.chain(tiny_stages(2), schedule, CHUNKS, dist.group.WORLD)
         for _ in range(2):
             ours.step()
             ours.bare.step()
