@@ -11,7 +11,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,12 +95,15 @@ def observe(ours: Ours, folder: Path) -> None:
     ours.after_step = after_step
 
 
-def equal(ours: Ours, torchs: Torch) -> bool:
-    """Say whether a step of both gives this rank the same gradients, bit for bit."""
-    ours.step()
+def equal(ours: Sequence[Ours], torchs: Torch) -> bool:
+    """Say whether a step of every side gives this rank the same gradients, bit for bit."""
     torchs.step()
-    mine, theirs = ours.gradients(), torchs.gradients()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    theirs, same = torchs.gradients(), True
+    for side in ours:
+        side.step()
+        mine = side.gradients()
+        same &= mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return same
 
 
 def wrapped_stages(run: Run) -> dict[int, nn.Module]:
@@ -122,7 +125,7 @@ def tiny(rank: int, schedule: str, chunks: int, rounds: int, steps: int) -> dict
         "ours": Bare(wrapped_stages(ours["gloo"].run), len(stages) - 1, chunks),
         "torch": Bare(torchs.modules, len(stages) - 1, chunks),
     }
-    same = all([equal(side, torchs) for side in ours.values()])
+    same = equal(list(ours.values()), torchs)
     sides: dict[str, Any] = {**ours, "torch": torchs, "gloo again": ours["gloo"], "torch again": torchs}
     for _ in range(2):
         for side in (*sides.values(), *bare.values()):
@@ -174,7 +177,7 @@ def sleepy(rank: int, schedule: str, case: Sleep, rounds: int) -> dict[str, Any]
     own, data = own_stages(stages, plan, rank), batch(case.chunks, case.shape)
     torchs = Torch(own, len(stages), schedule, case.chunks, group, *data)
     bare = Bare(wrapped_stages(ours["gloo"].run), len(stages) - 1, case.chunks, case.shape)
-    same = all([equal(side, torchs) for side in ours.values()])
+    same = equal(list(ours.values()), torchs)
     rows: list[dict[str, float]] = []
     for _ in range(rounds):
         dist.barrier()
