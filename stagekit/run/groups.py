@@ -54,6 +54,7 @@ class Groups:
         self.replicas: dist.ProcessGroup | None = None
         self.comm_device = torch.device("cpu")
         self.global_rank = self.pipeline_rank = self.replica = 0
+        self._num_replicas = replicas
         self._transport: Transport = NoTransport()
         self.transports: dict[int, str] = {}  # by the pipeline rank of each peer: "shm", "gloo" or "nccl"
         self._close: Callable[[], object] = _nothing
@@ -84,7 +85,7 @@ class Groups:
         self.transports = {peer: "gloo" if peer in refused else "shm" for peer in peers}
         if shm is None or helper is None:
             return gloo
-        self._close = weakref.finalize(self, helper.close)
+        self._close = weakref.finalize(shm, helper.close)
         return MixedTransport({peer: gloo if peer in refused else shm for peer in peers}) if refused else shm
 
     def _share_memory(
@@ -103,7 +104,7 @@ class Groups:
     def close(self) -> None:
         """Give back what transfers between this rank's pipeline ranks hold; none may be started or awaited afterwards.
 
-        Done by itself once nobody refers to this object, and when the process ends.
+        Done by itself once nobody refers to the transport, and when the process ends.
         """
         self._close()
 
@@ -180,6 +181,14 @@ class Groups:
         if self.replicas is not None:
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.replicas)
         return int(ends[0] + ends[1])
+
+    def replicas_that(self, flag: bool) -> list[bool]:
+        """Return, on every rank, of each replica whether any of its ranks said True."""
+        said = torch.zeros(self._num_replicas, dtype=torch.int64, device=self.comm_device)
+        said[self.replica] = int(flag)
+        if self._world is not None:
+            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._world)
+        return [bool(value) for value in said.tolist()]
 
     def any_of_world(self, flag: bool) -> bool:
         """Return, on every rank, whether any rank said True."""
