@@ -169,15 +169,16 @@ def bind_backward(wiring: Wiring, index: int, op: Op, stage: int, chunk: int) ->
 def bind_weights(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable[[], None]:
     """Return W of one chunk: the weight gradients that its I left."""
     flight, reductions, give = wiring.flight, wiring.reductions, wiring.pool.give
-    compute = wiring.runners[stage].weight_gradient
+    runner = wiring.runners[stage]
+    compute, waiting = runner.weight_gradient, runner.waiting
     arms, held = is_last_backward(wiring, index), wiring.held(stage, chunk)
 
     def weights() -> None:
         if arms:
-            reductions.arm(stage)
-        compute(chunk)
-        if arms:
+            compute(chunk, reductions.arm_for(stage, waiting(chunk)))
             reductions.launch_rest(stage)
+        else:
+            compute(chunk)
         for receive in held:
             for _, buffer in flight.received[receive]:
                 give(buffer)

@@ -1,13 +1,15 @@
 """Gradients over replicas and ties, bucket by bucket.
 
-A reducer is armed for a stage's last chunk only: hooks count each bucket's gradients down as that backward makes them,
-and a complete bucket's all-reduce is launched at once, strictly in bucket order, so that every rank has the same order
-of collectives. The compiled submodule of the next bucket computes meanwhile.
+A reducer is armed for a stage's last chunk only: hooks count each bucket's gradients down as that backward makes them
+(its weight half: the stage does, weight by weight), and a complete bucket's all-reduce is launched at once, strictly in
+bucket order, so that every rank has the same order of collectives. The compiled submodule of the next bucket computes
+meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import monotonic_ns
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stagekit.errors import PeerError
+from stagekit.errors import PeerError, UserError
 from stagekit.plan.contract import StageSpec
 from stagekit.run.stats import Recorder
 
@@ -27,6 +29,7 @@ class BucketReducer:
         self._stage, self._group = spec.index, group
         self._buckets = [[parameters[name] for name in bucket.parameters] for bucket in spec.buckets]
         self._armed = False
+        self._flying: list[tuple[Any, Tensor, int]] = []
         self.recorder: Recorder | None = None
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
@@ -44,7 +47,29 @@ class BucketReducer:
         """The next backward is this stage's last of the step."""
         self._armed = True
         self._missing = [len(bucket) for bucket in self._buckets]
-        self._flying: list[tuple[Any, Tensor, int]] = []
+        self._flying = []
+
+    @property
+    def num_launched(self) -> int:
+        """Buckets whose all-reduce is on its way or over, in this step."""
+        return len(self._flying)
+
+    def arm_for(self, waiting: Collection[nn.Parameter]) -> Callable[[nn.Parameter], None]:
+        """All gradients are there but those of `waiting`; return what is called as each of them comes.
+
+        Buckets without one of them are launched at once.
+        """
+        left = {id(parameter) for parameter in waiting}
+        places = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket if id(p) in left}
+        self.arm()
+        self._missing = [sum(id(parameter) in left for parameter in bucket) for bucket in self._buckets]
+        self._launch_complete()
+
+        def ready(parameter: nn.Parameter) -> None:
+            self._missing[places[id(parameter)]] -= 1
+            self._launch_complete()
+
+        return ready
 
     def _launch_complete(self) -> None:
         while len(self._flying) < len(self._buckets) and self._missing[len(self._flying)] <= 0:
@@ -120,7 +145,9 @@ class GradientSums:
     ) -> None:
         self._reducers, self._ties = dict(reducers), dict(ties)
         self._parameters = list(parameters)
-        self._sets_aside = bool(reducers or ties)  # only this step's gradients may be summed over ranks
+        self._sums = bool(reducers or ties)  # something is summed over ranks: only what was not summed before may be
+        self._now = True  # whether the step that runs sums
+        self._is_due = False  # `.grad` holds what earlier steps did not sum
         self._earlier: list[Tensor | None] = []
 
     def attach(self, recorder: Recorder) -> None:
@@ -128,14 +155,36 @@ class GradientSums:
         for reducer in self._reducers.values():
             reducer.recorder = recorder
 
+    @contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        """Steps inside leave each rank its own gradients; the next step outside sums them with its own."""
+        self._now = False
+        try:
+            yield
+        finally:
+            self._now = True
+
     def begin(self) -> None:
-        """Set aside what `.grad` holds already; where nothing is summed, keep a copy of it, in case the step fails."""
+        """Keep what `.grad` holds, in case the step fails; set it aside where it is summed already.
+
+        Raises UserError where what is summed and what is not would end in one gradient.
+        """
+        held = [parameter.grad for parameter in self._parameters]
         if self._sets_aside:
-            self._earlier = [parameter.grad for parameter in self._parameters]
+            self._earlier = held
             for parameter in self._parameters:
                 parameter.grad = None
-        else:
-            self._earlier = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+            return
+        if self._sums and not self._is_due and any(grad is not None and bool(grad.any()) for grad in held):
+            raise UserError(
+                "a step without synchronisation would add to gradients that are summed over the replicas already, which "
+                "would be summed again; zero the gradients first"
+            )
+        self._earlier = [None if grad is None else grad.clone() for grad in held]
+
+    @property
+    def _sets_aside(self) -> bool:
+        return self._sums and self._now and not self._is_due
 
     def abort(self) -> None:
         """After a failed step: drop its gradients, the earlier ones are as before."""
@@ -145,30 +194,38 @@ class GradientSums:
 
     def end(self) -> None:
         """Add the earlier gradients again, where they were set aside."""
-        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
-            if earlier is not None and self._sets_aside:
-                parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        if self._sets_aside:
+            for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+                if earlier is not None:
+                    parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+        self._is_due = self._sums and not self._now
         self._earlier = []
 
     def arm(self, stage: int) -> None:
         """The next backward of `stage` is its last."""
-        if stage in self._reducers:
+        if self._now and stage in self._reducers:
             self._reducers[stage].arm()
+
+    def arm_for(self, stage: int, waiting: Collection[nn.Parameter]) -> Callable[[nn.Parameter], None] | None:
+        """The gradients of `stage` are there but those of `waiting`; return what is called as each of them comes."""
+        return self._reducers[stage].arm_for(waiting) if self._now and stage in self._reducers else None
 
     def launch_rest(self, stage: int) -> None:
         """Launch the buckets that the last backward of `stage` did not complete."""
-        if stage in self._reducers:
+        if self._now and stage in self._reducers:
             self._reducers[stage].launch_rest()
 
     def abandon(self, stage: int) -> None:
         """Join the collectives of a stage whose step failed."""
-        if stage in self._reducers:
+        if self._now and stage in self._reducers:
             self._reducers[stage].abandon()
 
     def finish(self, stage: int) -> None:
         """Block until the gradients of `stage` are summed over its replicas."""
-        self._reducers[stage].finish()
+        if self._now:
+            self._reducers[stage].finish()
 
     def tie_sum(self, group: int) -> None:
         """Block until tie group number `group` is summed."""
-        self._ties[group].finish()
+        if self._now:
+            self._ties[group].finish()

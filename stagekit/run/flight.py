@@ -6,11 +6,11 @@ runs. Decides nothing. Used by stagekit.run.binding and what it binds; made by s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stagekit.plan.actions import Action, Op
 from stagekit.run.inputs import InputExchange
@@ -29,6 +29,10 @@ class Reductions(Protocol):
 
     def arm(self, stage: int) -> None:
         """The next backward of `stage` is its last of this step: launch a bucket when its gradients are complete."""
+        ...
+
+    def arm_for(self, stage: int, waiting: Collection[nn.Parameter]) -> Callable[[nn.Parameter], None] | None:
+        """All gradients of `stage` are there but those of `waiting`; return what to call as each of them comes."""
         ...
 
     def launch_rest(self, stage: int) -> None:

@@ -188,10 +188,16 @@ class StageRunner:
         self._waiting[chunk] = deferred
         return self._gradients(arguments)
 
-    def weight_gradient(self, chunk: int) -> None:
-        """Accumulate the parameter gradients that `input_gradient` left, last layers first."""
+    def waiting(self, chunk: int) -> list[nn.Parameter]:
+        """Return the parameters whose gradients `input_gradient` left."""
+        return [deferred.parameter for deferred in self._waiting[chunk]]
+
+    def weight_gradient(self, chunk: int, ready: Callable[[nn.Parameter], None] | None = None) -> None:
+        """Accumulate the parameter gradients that `input_gradient` left, last layers first; call `ready` for each."""
         for deferred in reversed(self._waiting.pop(chunk)):
             deferred.accumulate()
+            if ready is not None:
+                ready(deferred.parameter)
         self.num_chunks_held -= 1
 
     def _wanted(self, arguments: Sequence[Any], deferred: Sequence[Deferred]) -> tuple[Any, ...]:
