@@ -26,7 +26,7 @@ import torch
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import ScheduleError, SplitError, StagekitError, UserError, WeightsError
 from stagekit.graph.compile.compilers import check_backend
-from stagekit.load import check_evaluation, load_program
+from stagekit.load import check_evaluation, check_mode, load_program
 from stagekit.plan.split import Balanced, check_split, split_of
 from stagekit.run.allocator import keep_freed_memory
 
@@ -43,6 +43,7 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
     check_backend(pipeline["compile"])
     split = split_of(pipeline)
     check_split(split, pipeline["stages"], pipeline["stages_per_rank"])
+    scores = check_mode(program, pipeline["schedule"])
     captured = capture_model(
         program.build_model,
         args,
@@ -50,12 +51,13 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
         seed=seed,
         init="" if spec["init"] == "auto" else spec["init"],
         weights=spec["weights"] or getattr(program, "weights", None),
+        forward_only=scores,
     )
     if quick and isinstance(split, Balanced) and split.costs == "measured":  # what fits a cap needs no costs
         split = "parameters" if split.memory_bytes is None else replace(split, costs="bytes")
     pipe = plan_pipeline(
         captured,
-        loss_fn=program.loss,
+        loss_fn=getattr(program, "loss", None),
         stages=pipeline["stages"],
         chunks=pipeline["chunks"],
         schedule=pipeline["schedule"],

@@ -11,10 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stagekit.errors import UserError
+from stagekit.errors import ScheduleError, UserError
+from stagekit.plan.schedules.registry import FORWARD, is_forward_only
+from stagekit.program import Batch
 
-REQUIRED = ("build_model", "example_inputs", "loss", "optimizer", "batches")
-NOT_YET = ("parallelize", "collect")  # of the Program protocol; ignoring one would train something else
+TRAIN, SCORE = "train", "forward"
+REQUIRED = {
+    TRAIN: ("build_model", "example_inputs", "loss", "optimizer", "batches"),
+    SCORE: ("build_model", "example_inputs", "batches", "collect"),
+}  # by the program's mode
+NOT_YET = ("parallelize",)  # of the Program protocol; ignoring one would train something else
 
 _PLACES = ("folder", "source_dir")  # of an hf: program, which `program` and `source` name
 
@@ -44,15 +50,55 @@ def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = 
     if program_class is None:
         names = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
         raise UserError(f"{module_name} has no {class_name}; it defines {', '.join(names) or 'no class'}")
-    missing = [name for name in REQUIRED if not callable(getattr(program_class, name, None))]
-    if missing:
-        raise UserError(f"{class_name} lacks {', '.join(missing)}; see stagekit.program.Program")
     unsupported = [name for name in NOT_YET if hasattr(program_class, name)]
-    if unsupported or getattr(program_class, "mode", "train") != "train":
-        what = ", ".join(unsupported) or f'mode = "{program_class.mode}"'
-        raise UserError(f"{what} is not supported by this version; remove it from {class_name}")
+    if unsupported:
+        raise UserError(f"{', '.join(unsupported)} is not supported by this version; remove it from {class_name}")
     _check_params(program_class, params)
-    return program_class(**params)
+    if "mode" in vars(program_class) or not hasattr(program_class, "collect"):
+        _check_methods(program_class, class_name)  # before anything is built; else its constructor may set the mode
+    program = program_class(**params)
+    _check_methods(program, class_name)
+    return program
+
+
+def _check_methods(program: Any, class_name: str) -> None:
+    """Raise UserError where a program, or its class, lacks what its mode needs, or has what only the other one calls."""
+    mode = getattr(program, "mode", TRAIN)
+    if mode not in REQUIRED:
+        raise UserError(f'{class_name}.mode is {mode!r}; write "{TRAIN}" or "{SCORE}"')
+    missing = [name for name in REQUIRED[mode] if not callable(getattr(program, name, None))]
+    if missing:
+        also = f', or write mode = "{SCORE}" in it' if mode == TRAIN and hasattr(program, "collect") else ""
+        raise UserError(
+            f'{class_name} lacks {", ".join(missing)} for mode "{mode}"; see stagekit.program.Program{also}'
+        )
+    if mode == TRAIN and hasattr(program, "collect") and "mode" not in vars(program):
+        raise UserError(
+            f'{class_name} has collect(), which only programs of mode "{SCORE}" are asked for, but its mode is "{TRAIN}"; '
+            f'write mode = "{SCORE}", or remove collect'
+        )
+
+
+def check_mode(program: Any, schedule: str) -> bool:
+    """Return whether a job runs forward only. Raises ScheduleError where the program's mode and `schedule` contradict."""
+    scores = getattr(program, "mode", TRAIN) == SCORE
+    if scores != is_forward_only(schedule):
+        name = type(program).__name__
+        raise ScheduleError(
+            f'{name} only runs forward (its mode is "{SCORE}"), but {schedule} has backwards; write schedule: {FORWARD}'
+            if scores
+            else f'{schedule} has no backward, but {name} trains (its mode is "{TRAIN}"); write another schedule, or '
+            f'mode = "{SCORE}" in the program'
+        )
+    return scores
+
+
+def check_batch(batch: Any, step: int) -> Batch:
+    """Return what batches() yielded for `step`. Raises UserError for anything but a Batch."""
+    if not isinstance(batch, Batch):
+        kind = type(batch).__name__
+        raise UserError(f"batches() yielded a {kind} in step {step}; yield stagekit.Batch(args, kwargs, target)")
+    return batch
 
 
 def check_evaluation(program: Any, every: int) -> None:

@@ -1,7 +1,8 @@
 """What a user writes: a Program describes one job once.
 
 Every worker builds it with the same `params` and calls only what its stages need. Required: `build_model`,
-`example_inputs`, `loss`, `optimizer`, `batches`; the rest has defaults in `ProgramDefaults`.
+`example_inputs`, `loss`, `optimizer`, `batches`; the rest has defaults in `ProgramDefaults`. A `Scorer`, a program with
+`mode = "forward"`, needs no `loss` and no `optimizer`, but `collect`.
 """
 
 from __future__ import annotations
@@ -48,12 +49,36 @@ class Program(Protocol):
         ...
 
 
+@runtime_checkable
+class Scorer(Protocol):
+    """A job that only runs forward, in eval mode: scoring, embedding."""
+
+    mode: str  # "forward"
+
+    def build_model(self) -> nn.Module:
+        """As `Program.build_model`."""
+        ...
+
+    def example_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return args and kwargs of ONE chunk."""
+        ...
+
+    def batches(self, start_step: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yield this replica's batches; the job ends when all replicas' have, or after `train.steps` of them."""
+        ...
+
+    def collect(self, outputs: Any) -> None:
+        """Take the model's output for the next batch, whole; called on the rank of the last stage of each replica."""
+        ...
+
+
 class ProgramDefaults:
     """What a program need not define. Inherit from it, or define the names yourself."""
 
     mode = "train"
     chunks = 1  # set by the runtime before `example_inputs`: a replica's rows of one step are cut into that many
     replicas = 1  # set by the runtime before `example_inputs`: the batch is shared by that many
+    replica = 0  # set by the runtime of a forward job before `batches` and `collect`: whose batches these are
 
     def tokens(self, target: Any) -> int:
         """Tokens of a chunk, for tokens/s: elements of the target."""
@@ -61,6 +86,7 @@ class ProgramDefaults:
 
     # Optional, by presence alone:
     #   loss_weight(self, target) -> float       weight of a chunk's mean loss; rows where it is not defined
+    #   loss(self, output, target) -> Tensor     in a forward job: scores batches that have a target
     #   scheduler(self, optimizer) -> LRScheduler      stepped after each optimizer step
     #   evaluate(self, run, step) -> dict[str, float]      every `train.eval_every` steps on every rank alike: calls
     #       run.eval(...) as often as it likes; its numbers are logged and reach `on_step`

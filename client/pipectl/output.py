@@ -6,6 +6,7 @@ import json
 import unicodedata
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from math import isnan
 from typing import Any
 
 import click
@@ -104,7 +105,8 @@ def progress_line(job: jobs_pb2.Job) -> str:
     progress = job.progress
     if progress.step:
         speed = f", {progress.tokens_per_s / 1000:.1f}k tokens/s" if progress.tokens_per_s else ""
-        return f"{name}: step {progress.step}/{progress.steps}, loss {progress.loss:.4f}{speed}"
+        loss = "" if isnan(progress.loss) else f", loss {progress.loss:.4f}"  # a forward job has none
+        return f"{name}: step {progress.step}/{progress.steps}{loss}{speed}"
     if job.state in (jobs_pb2.JOB_STATE_FAILED, jobs_pb2.JOB_STATE_CANCELLED):
         return f"{name} in step {job.failure.step}" if job.HasField("failure") and job.failure.step >= 0 else name
     joined = sum(worker.state == jobs_pb2.WORKER_STATE_JOINED for worker in job.workers)

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
-from pipeapi.schedules import SCHEDULES, misfit
+from pipeapi.schedules import FORWARD, SCHEDULES, misfit
 from pipeapi.v1 import spec_pb2
 from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_duration, parse_size
 
@@ -153,7 +153,7 @@ class Pipeline(_Strict):
 class Train(_Strict):
     """What is trained, and for how long."""
 
-    steps: int = Field(ge=1, description="optimizer steps")
+    steps: int = Field(ge=1, description="optimizer steps; of a forward job, the most batches")
     clip_grad_norm: float | None = Field(None, gt=0, description="limit of the global gradient norm")
     seed: int = Field(1234, ge=0, lt=1 << 63, description="of the initial weights and of every random operation")
     log_every: int = Field(10, ge=1, description="steps between two log lines")
@@ -251,6 +251,23 @@ class JobFile(_Strict):
         for name, value in params.items():
             check_param(name, value)
         return params
+
+    @model_validator(mode="after")
+    def _forward_trains_nothing(self) -> JobFile:
+        if self.pipeline.schedule != FORWARD:
+            return self
+        contradicting = {
+            "pipeline.recompute": self.pipeline.recompute,
+            "train.clip_grad_norm": self.train.clip_grad_norm,
+            "train.eval_every": self.train.eval_every,
+            "checkpoint": self.checkpoint,
+        }
+        name = next((name for name, value in contradicting.items() if value), None)
+        if name is not None:
+            raise ValueError(
+                f"{name} is for training, but pipeline.schedule is forward, which trains nothing; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _traces_happen(self) -> JobFile:

@@ -173,18 +173,28 @@ class Lane:
             flat[0] = float("nan")
         if self._groups.replica == 0 and not has_failed:
             self._stamp(executor.recorder, flat, clock_base_ns)
-        status = torch.tensor(flat, dtype=torch.float64, device=self._groups.comm_device)
-        self._groups.sum_over_world(status)
-        if self._alarm is not None and status[-1] > 0.0:
-            executor.abort()
-            raise self._alarm.failure()
-        result = StepResult(self, status)
+        result = self._share(flat)
         if self._placement.rank == self._placement.last_rank:
             result._leaves = executor.outputs()
             result.weights = [float(size) for size in executor.step.chunk_sizes]
         if loss is not None:
             result.losses, result.weights = loss.losses, loss.weights
         return result
+
+    def pass_over(self) -> StepResult:
+        """Join what the replicas exchange in a step for which this one has no batch; like `end`."""
+        if self._loss is not None:
+            self._loss.begin()
+            self._loss.abandon()
+        return self._share([0.0] * (2 + 3 * self._num_chunks))
+
+    def _share(self, flat: list[float]) -> StepResult:
+        status = torch.tensor(flat, dtype=torch.float64, device=self._groups.comm_device)
+        self._groups.sum_over_world(status)
+        if self._alarm is not None and status[-1] > 0.0:
+            self.executor.abort()
+            raise self._alarm.failure()
+        return StepResult(self, status)
 
     def _stamp(self, recorder: Recorder, flat: list[float], base: int) -> None:
         """Write first stage's forward start, last stage's forward end, first stage's backward end, per chunk."""

@@ -147,6 +147,17 @@ class Run:
             executor.recorder.replay(self.groups.global_rank, self._hooks)
         return result
 
+    def pass_step(self) -> StepResult:
+        """Join a step of the other replicas for which this one has no batch, in a pipeline that runs forward only.
+
+        Raises BugError before the first step, and like `step`.
+        """
+        if self.plan.trains:
+            raise UserError("a replica without a batch can't train: its gradients would be missing")
+        result = self._lane.pass_over()
+        self.step_number += 1
+        return result
+
     def _lists(self, agreement: Agreement) -> tuple[tuple[Action, ...], ...]:
         plan = self.plan
         routes = routes_of(plan.model, replicas=plan.replicas, inputs=agreement.parcels, train=plan.trains)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 import click
 
 from pipeapi.v1 import cluster_pb2, jobs_pb2
@@ -48,7 +50,7 @@ def _job_row(job: jobs_pb2.Job, *, wide: bool) -> list[object]:
         job.name,
         output.state_name(job),
         f"{progress.step}/{job.spec.train.steps}",
-        f"{progress.loss:.4f}" if progress.step else "-",
+        f"{progress.loss:.4f}" if progress.step and not isnan(progress.loss) else "-",
         job.attempt,
         output.age(job.submitted_at),
     ]

@@ -7,6 +7,7 @@ Nested data is kept as JSON in one column; what a query or a constraint needs ha
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -137,6 +138,8 @@ def placement_from(row: Row) -> RankPlacement:
 def worker_row(fence: int, worker: Worker) -> Row:
     scalars = ("rank", "pid", "starttime", "done_step", "done_loss", "exit_code", "exit_signal", "failed_boottime_ns")
     row = {name: getattr(worker, name) for name in (*scalars, "log_tail")}
+    if math.isnan(worker.done_loss):  # a forward job has no loss, and SQLite makes NULL of nan
+        row["done_loss"] = -math.inf
     row |= {"fence": fence, "state": worker.state.value}
     return row | {
         "has_joined": int(worker.has_joined),
@@ -152,6 +155,7 @@ def worker_from(row: Row) -> Worker:
         **{
             **row,
             "state": WorkerState(row["state"]),
+            "done_loss": math.nan if row["done_loss"] == -math.inf else row["done_loss"],
             "has_joined": bool(row["has_joined"]),
             "is_done": bool(row["is_done"]),
             "by_supervisor": bool(row["by_supervisor"]),

@@ -9,7 +9,8 @@ from __future__ import annotations
 ONE_PER_RANK = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 V_SHAPED = ("zb-v", "v-half", "dualpipe-v")  # two per rank: up the ranks and down again
 SCHEDULES = (
-    "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "eager-1f1b", "dualpipe-v", "zb-auto",
+    "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "eager-1f1b", "dualpipe-v", "forward",
+    "zb-auto",
 )  # fmt: skip
 
 

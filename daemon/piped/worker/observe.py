@@ -6,7 +6,9 @@ Reads the executor's timings after a step; decides nothing about training. Calle
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isnan
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
@@ -14,13 +16,13 @@ from typing import Any
 from piped.metrics import DIRECTIONS, PHASES
 from piped.worker.histograms import Samples
 from piped.worker.link import Link
-from stagekit.plan.actions import Op
+from stagekit.plan.actions import COMPUTE, Op
 from stagekit.plan.plan import Plan
 from stagekit.run.lane import StepResult
 from stagekit.run.runtime import Run
 
 REPORT_EVERY_S = 1.0
-_PHASE = {Op.F: "forward", Op.B: "backward"}
+_PHASE = {Op.F: "forward", Op.B: "backward", Op.I: "backward"}  # where a chunk waits for its neighbour
 _SENDS = {Op.SEND_F: "send_forward", Op.SEND_B: "send_backward"}
 
 
@@ -30,8 +32,11 @@ class Observer:
     The rank with the last stage of replica 0 also reports the job's own series: steps, loss, latencies.
     """
 
-    def __init__(self, link: Link, run: Run, folder: Path, *, steps: int, expected: dict[str, float]) -> None:
-        self._link, self._run, self._folder, self._steps = link, run, folder, steps
+    def __init__(
+        self, link: Link, run: Run, folder: Path, spec: Mapping[str, Any], *, expected: dict[str, float]
+    ) -> None:
+        self._link, self._run, self._folder = link, run, folder
+        self._steps, self._trace_steps = int(spec["train"]["steps"]), frozenset(spec["observe"]["trace_steps"])
         self.samples = Samples()
         self.is_reporter = run.replica == 0 and run.rank == run.placement.last_rank
         self.tokens = 0  # of the current step's target, counted by the trainer
@@ -61,34 +66,54 @@ class Observer:
 
     # ---- one step
 
-    def after_step(self, step: int, result: StepResult, *, step_s: float, optimizer_s: float) -> dict[str, float]:
-        """Record a finished step (its number from 1) and return what the program's `on_step` gets."""
+    def after_step(
+        self, step: int, result: StepResult, *, step_s: float, optimizer_s: float, num_replicas: int | None = None
+    ) -> dict[str, float]:
+        """Record a finished step (its number from 1) and return what the program's `on_step` gets.
+
+        `num_replicas` took part in it; None: all.
+        """
         self._observe_actions(step_s)
         own = self._run.own_stages
         for stage in map(str, own):
             self.samples.observe("piped_optimizer_duration_seconds", optimizer_s / len(own), stage=stage)
         metrics: dict[str, float] = {}
         if self.is_reporter:
-            metrics = self._observe_job(step, result, step_s)
+            metrics = self._observe_job(step, result, step_s, num_replicas or self._run.plan.replicas)
+        self._report(step, metrics)
+        return metrics
+
+    def after_pass(self, step: int, *, step_s: float) -> dict[str, float]:
+        """Report a step of other replicas in which this one had no batch; returns what the program's `on_step` gets."""
+        metrics = {"loss": float("nan"), "step_s": step_s, "tokens_per_s": 0.0, "rows_per_s": 0.0}
+        self._report(step, metrics)
+        return metrics
+
+    def _report(self, step: int, metrics: dict[str, float]) -> None:
         now = monotonic()
         if now - self._sent_at >= REPORT_EVERY_S or step == self._steps:
             self._sent_at = now
             self._link.send("beat", step=step, action="", section="step")
             if self.is_reporter:
-                self._link.send("progress", step=step, steps=self._steps, **metrics)
+                told = {name: metrics[name] for name in ("loss", "step_s", "tokens_per_s")}
+                self._link.send("progress", step=step, steps=self._steps, **told)
             self.send_metrics()
-        return metrics
 
     def _observe_actions(self, step_s: float) -> None:
         samples, recorder = self.samples, self._run.executor.recorder
         busy_ns = 0
+        halves: dict[tuple[int, int], int] = {}  # what I took, until its W is seen
         for i, action in enumerate(recorder.actions):
             duration_ns = recorder.end_ns[i] - recorder.start_ns[i]
             stage = str(action.stage)
-            if action.op in _PHASE:
-                phase = _PHASE[action.op]
+            if action.op in COMPUTE:
                 busy_ns += duration_ns
-                samples.observe("piped_chunk_duration_seconds", duration_ns * 1e-9, stage=stage, phase=phase)
+                phase = _PHASE.get(action.op, "backward")
+                if action.op is Op.I:
+                    halves[action.stage, action.chunk] = duration_ns
+                else:
+                    whole_ns = duration_ns + halves.pop((action.stage, action.chunk), 0)
+                    samples.observe("piped_chunk_duration_seconds", whole_ns * 1e-9, stage=stage, phase=phase)
                 if (action.op, action.stage) in self._waiting:
                     wait_s = recorder.wait_ns[i] * 1e-9
                     samples.observe("piped_p2p_wait_seconds", wait_s, stage=stage, direction=f"recv_{phase}")
@@ -109,30 +134,35 @@ class Observer:
         for edge in plan.model.edges:
             if op is Op.F and stage in edge.targets and plan.stage_ranks[edge.source] != self._run.rank:
                 return True
-            returns = op is Op.B and edge.source == stage and edge.tensor.requires_grad
+            returns = op in (Op.B, Op.I) and plan.trains and edge.source == stage and edge.tensor.requires_grad
             if returns and any(plan.stage_ranks[target] != self._run.rank for target in edge.targets):
                 return True
         return False
 
-    def _observe_job(self, step: int, result: StepResult, step_s: float) -> dict[str, float]:
-        samples, replicas = self.samples, self._run.plan.replicas
+    def _observe_job(self, step: int, result: StepResult, step_s: float, replicas: int) -> dict[str, float]:
+        samples = self.samples
         rows = sum(self._run.executor.step.chunk_sizes) * replicas
         tokens = (self.tokens or sum(self._run.executor.step.chunk_sizes)) * replicas
         self.tokens = 0
         samples.add("piped_steps", 1)
         samples.add("piped_samples", rows)
         samples.add("piped_tokens", tokens)
-        samples.set("piped_loss", result.loss)
+        has_loss = self._run.plan.trains or not isnan(result.loss)  # batches may be scored without a target
+        if has_loss:
+            samples.set("piped_loss", result.loss)
         samples.set("piped_job_last_step_timestamp_seconds", time())
         samples.observe("piped_step_duration_seconds", step_s)
-        for phase, latencies in zip(PHASES, result.chunk_latencies_s(), strict=True):
+        phases = PHASES if self._run.plan.trains else PHASES[:1]
+        for phase, latencies in zip(phases, result.chunk_latencies_s(), strict=False):
             for latency in latencies:
                 samples.observe("piped_chunk_latency_seconds", max(0.0, latency), phase=phase)
         assert self._records is not None
-        record = {"step": step, "loss": result.loss, "duration_s": step_s, "tokens": tokens, "rows": rows}
+        record: dict[str, Any] = {"step": step, "loss": result.loss} if has_loss else {"step": step}
+        record |= {"duration_s": step_s, "tokens": tokens, "rows": rows}
         self._records.write(json.dumps(record) + "\n")
         self._records.flush()
-        return {"loss": result.loss, "step_s": step_s, "tokens_per_s": tokens / step_s}
+        metrics = {"loss": result.loss, "step_s": step_s, "tokens_per_s": tokens / step_s}
+        return metrics if self._run.plan.trains else metrics | {"rows_per_s": rows / step_s}
 
     def send_metrics(self) -> None:
         """Send everything measured so far."""
@@ -140,7 +170,21 @@ class Observer:
 
     # ---- traces
 
-    def write_trace(self, step: int, events: list[tuple[Any, ...]]) -> None:
+    @contextmanager
+    def tracing(self, step: int) -> Iterator[None]:
+        """Record the actions of what runs inside, where the job asks for those of `step` (from 0)."""
+        if step not in self._trace_steps:
+            yield
+            return
+        events: list[tuple[Any, ...]] = []
+        unhook = self._run.on_action(lambda *event: events.append(event))
+        try:
+            yield
+        finally:
+            unhook()
+        self._write_trace(step, events)
+
+    def _write_trace(self, step: int, events: list[tuple[Any, ...]]) -> None:
         """Append the actions of one step, on the clock of pipeline rank 0 and relative to the attempt's start."""
         base = self._run.clock_base_ns + self._run.clock_offset_ns
         with (self._folder / "trace.jsonl").open("a") as file:

@@ -1,4 +1,4 @@
-"""Train one rank's stages: join, plan, build, step, save. Reads top to bottom; everything it uses lives elsewhere.
+"""Run one rank's stages: join, plan, build, step, save. Reads top to bottom; everything it uses lives elsewhere.
 
 Rank 0 makes the plan and publishes it in the attempt's store; every other rank repeats its cut and refuses to join when
 it captured something else.
@@ -13,9 +13,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,12 +21,14 @@ import structlog
 import torch
 import torch.distributed as dist
 
+from piped.worker.assignment import Assignment
 from piped.worker.link import Link
 from piped.worker.observe import Observer, plan_summary
+from piped.worker.score import Scoring
 from stagekit.api import Pipeline, capture_model, plan_pipeline
 from stagekit.errors import BugError, UserError
 from stagekit.graph.compile.compilers import AUTO
-from stagekit.load import check_evaluation, load_program
+from stagekit.load import check_batch, check_evaluation, check_mode, load_program
 from stagekit.plan.split import split_of
 from stagekit.program import Batch
 from stagekit.run import checkpoint
@@ -58,70 +58,10 @@ class TrainingError(Exception):
         return self._run.replica * self._run.plan.num_ranks + pipeline_peer
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One rank of one attempt, as the shim hands it over."""
-
-    job_id: str
-    fence: int
-    rank: int
-    world_size: int
-    device: torch.device
-    backend: str
-    spec: dict[str, Any]
-    data_address: str
-    folder: Path  # this rank's own, on the node
-    source_dir: str | None
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Assignment:
-        """Read the `assign` line."""
-        rank, ranks, spec = message["rank"], message["ranks"], message["spec"]
-        devices = [entry["device"].partition(":")[0] for entry in ranks]
-        all_cuda = all(device == "cuda" for device in devices)
-        backend = spec["backend"] if spec["backend"] != "auto" else ("nccl" if all_cuda else "gloo")
-        mine = next(entry for entry in ranks if entry["rank"] == rank)
-        is_cuda = mine["device"].startswith("cuda")
-        folder = Path(message["attempt_dir"]) / "ranks" / str(rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        return cls(
-            message["job_id"],
-            message["fence"],
-            rank,
-            message["world_size"],
-            torch.device("cuda", 0) if is_cuda else torch.device("cpu"),  # CUDA_VISIBLE_DEVICES shows one device
-            backend,
-            spec,
-            message["data_address"],
-            folder,
-            message.get("source_dir"),
-        )
-
-    @property
-    def start_timeout(self) -> timedelta:
-        """How long ranks wait for each other's plan; the coordinator gives the attempt up after as long."""
-        return timedelta(seconds=int(self.spec["recovery"]["start_timeout"]))
-
-    @property
-    def init(self) -> str:
-        """How the constructor draws; empty: as its size says."""
-        return "" if self.spec["init"] == "auto" else str(self.spec["init"])
-
-    @property
-    def checkpoint_dir(self) -> Path | None:
-        """Where weights go; None: nowhere."""
-        return Path(self.spec["checkpoint"]["dir"]) if self.spec["checkpoint"] else None
-
-    @property
-    def pipeline_rank(self) -> int:
-        """Rank within its replica."""
-        return self.rank % (self.world_size // int(self.spec["pipeline"]["replicas"]))
-
-
 def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
     """Run the whole job on this rank; return the fields of its `done` message. Raises TrainingError."""
     run: Run | None = None
-    training: Training | None = None
+    work: Training | Scoring | None = None
     try:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         keep_freed_memory()
@@ -130,25 +70,25 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
         program = _load(job)
         pipe = make_pipeline(job, program, store, link)
         run = pipe.deploy(job.device)
-        run.keep_output = False
+        run.keep_output = not run.plan.trains
         tell_backends(job, run, store, link)
         if job.checkpoint_dir is not None:
             checkpoint.prove_shared(job.checkpoint_dir, job.fence, job.rank, _shard_ranks(run), run.groups.barrier)
         expected = json.loads(store.get("expected"))
-        observer = Observer(link, run, job.folder, steps=int(job.spec["train"]["steps"]), expected=expected)
-        training = Training(job, program, run, observer)
+        observer = Observer(link, run, job.folder, job.spec, expected=expected)
+        work = (Training if run.plan.trains else Scoring)(job, program, run, observer)
         gc.collect()
         gc.freeze()  # what is there now stays: a full collection during a step need not look at it
         gc.enable()
         link.send("joined")
         log.info("worker_joined", rank=job.rank, stages=list(run.own_stages))
-        training.run_steps()
+        work.run_steps()
         check_replicas(run)
-        save(job, run, training.step)
+        save(job, run, work.step)
         observer.send_metrics()
-        return {"step": training.step, "loss": training.loss}
+        return {"step": work.step, "loss": work.loss if math.isfinite(work.loss) else "NaN"}  # as JSON of protobuf has it
     except Exception as error:
-        raise TrainingError(training.step if training else -1, run) from error
+        raise TrainingError(work.step if work else -1, run) from error
 
 
 # ---- joining
@@ -196,6 +136,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
     """Capture the model; on rank 0 plan it and publish the plan, elsewhere repeat the published cut."""
     pipeline, seed = job.spec["pipeline"], int(job.spec["train"]["seed"])
     args, kwargs = program.example_inputs()
+    scores = check_mode(program, pipeline["schedule"])
     is_planner = job.rank == 0  # the capture is compared with the model once, where the plan is made
     captured = capture_model(
         program.build_model,
@@ -207,6 +148,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         lock_dir=job.folder.parent.parent,
         device=job.device,
         check=is_planner,
+        forward_only=scores,
     )
     options = {
         "stages": pipeline["stages"],
@@ -218,7 +160,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         "buckets": pipeline["buckets"],
         "compile": pipeline["compile"],
         "recompute": pipeline["recompute"],
-        "loss_fn": program.loss,
+        "loss_fn": getattr(program, "loss", None),
         "loss_weight": getattr(program, "loss_weight", None),
         "seed": seed,
     }
@@ -296,13 +238,10 @@ class Training:
     def run_step(self) -> dict[str, float]:
         """Run one step; return what `on_step` gets. Raises NumericError before a broken loss is reported or saved."""
         run, observer, number, spec = self._run, self._observer, self.step, self._job.spec
-        traced: list[tuple[Any, ...]] = []
-        unhook = (
-            run.on_action(lambda *event: traced.append(event)) if number in spec["observe"]["trace_steps"] else None
-        )
         batch = _next(self._batches, number) if self._batches is not None else None
         started = perf_counter()
-        result = run.step(*batch.args, target=batch.target, **batch.kwargs) if batch is not None else run.step()
+        with observer.tracing(number):
+            result = run.step(*batch.args, target=batch.target, **batch.kwargs) if batch is not None else run.step()
         if (limit := spec["train"]["clip_grad_norm"]) is not None:
             run.clip_grad_norm_(limit)
         optimizing = perf_counter()
@@ -316,9 +255,6 @@ class Training:
             observer.tokens = sum(int(self._program.tokens(target)) for target in run.chunk_targets)
         self.step += 1
         metrics = observer.after_step(self.step, result, step_s=ended - started, optimizer_s=optimized - optimizing)
-        if unhook is not None:
-            unhook()
-            observer.write_trace(number, traced)
         if observer.is_reporter and (self.step % spec["train"]["log_every"] == 0 or self.step == 1):
             log.info("step", step=self.step, loss=round(self.loss, 4), tokens_per_s=round(metrics["tokens_per_s"]))
         return metrics
@@ -345,10 +281,7 @@ def _next(batches: Iterator[Batch], step: int) -> Batch:
     batch: object = next(batches, None)
     if batch is None:
         raise UserError(f"batches() ended before step {step}; yield forever, or ask for fewer steps")
-    if not isinstance(batch, Batch):
-        kind = type(batch).__name__
-        raise UserError(f"batches() yielded a {kind} in step {step}; yield stagekit.Batch(args, kwargs, target)")
-    return batch
+    return check_batch(batch, step)
 
 
 def check_replicas(run: Run) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sqlite3
 
@@ -69,6 +70,21 @@ def test_what_was_committed_is_loaded_again_as_it_was_but_for_the_epoch(tmp_path
         ):
             assert getattr(loaded, name) == getattr(after, name), name
         assert records[0].name == "job_submitted"
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_is_done_without_a_loss_is_stored_and_loaded(tmp_path):
+    async def scenario():
+        store = Store(tmp_path)
+        done = (*story()[:8], events.WorkerDone("n1", 1, 0, 3, math.nan))
+        await store_all(store, await store.open(5.0), *done)
+        await store.close()
+        again = Store(tmp_path)
+        loaded = await again.open(6.0)
+        await again.close()
+        (attempt,) = loaded.attempts.values()
+        assert (attempt.workers[0].done_step, math.isnan(attempt.workers[0].done_loss)) == (3, True)
 
     asyncio.run(scenario())
 
