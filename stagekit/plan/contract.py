@@ -134,6 +134,8 @@ class StageSpec:
     buckets: tuple[Bucket, ...]  # last layers first: the order in which gradients become ready
     forward_s: float = 0.0
     backward_s: float = 0.0
+    input_grad_s: float = 0.0  # of a backward in two halves, as an eager stage runs it: what can wait is the other one
+    weight_grad_s: float = 0.0
     draws: bool = False  # holds random operations
 
 

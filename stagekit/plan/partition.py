@@ -50,12 +50,14 @@ def partition(
     speeds: Sequence[float] | None = None,
     ranks: Sequence[int] | None = None,
     memory: Memory | None = None,
+    near: Sequence[int] | None = None,
 ) -> Partition:
     """Cut `costs` into `stages` consecutive stages at positions out of `legal`, minimising the slowest rank.
 
     `crossing[i]` is charged to the two stages that a cut before node i parts. `legal` ascends within 1..len-1.
     Stage s runs on rank `ranks[s]`, by default s modulo len(`speeds`); a rank of speed 2 takes half the time, and by default
-    each stage has a rank of its own.
+    each stage has a rank of its own. `near`: begins of a good cut for similar costs; where ranks run several stages it is
+    improved, instead of many others.
     Raises SplitError with the numbers if there are fewer legal cuts than needed, or none that fits `memory`.
     """
     speeds = _checked(stages, legal, speeds)
@@ -67,7 +69,8 @@ def partition(
     earliest = [memory.earliest(stage, bounds) for stage in range(stages)] if memory else None
     ranks = ranks if ranks is not None else [stage % len(speeds) for stage in range(stages)]
     search = Search(opens, closes, speeds, ranks, earliest)
-    found = [refine(begins, search) for begins in _starts(search, stages)]
+    known = [bisect_left(bounds, begin) for begin in (*near, len(costs))] if near else None
+    found = [refine(begins, search) for begins in _starts(search, stages, known)]
     if not found:
         assert memory is not None
         raise refuse(memory, bounds, stages // len(speeds))
@@ -94,11 +97,14 @@ def _checked(stages: int, legal: Sequence[int], speeds: Sequence[float] | None) 
     return speeds
 
 
-def _starts(search: Search, stages: int) -> Iterator[list[int]]:
+def _starts(search: Search, stages: int, known: list[int] | None) -> Iterator[list[int]]:
     """Yield cuts that fit: the exact one, and where ranks run several stages those that give some loops a larger share."""
     loops = stages // len(search.speeds)
     if loops > 1 and comb(len(search.opens) - 2, stages - 1) <= _ENUMERATED:
         yield from exact(search, stages)
+        return
+    if loops > 1 and known and all(search.fits(s, known[s], known[s + 1]) for s in range(stages)):
+        yield known
         return
     skews = [[1.0] * loops]
     if loops > 1:
@@ -192,9 +198,16 @@ def _meet(frontier: list[Point], close: float) -> tuple[float, int]:
     low, high = 0, len(frontier)
     while low < high:  # the first point whose own `before` dominates
         middle = (low + high) // 2
-        if frontier[middle][0] >= close - frontier[middle][1]:
+        value, opened, index = frontier[middle]
+        if value + opened >= close:
             high = middle
         else:
             low = middle + 1
-    candidates = [frontier[k] for k in (low - 1, low) if 0 <= k < len(frontier)]
-    return min((max(value, close - opened), index) for value, opened, index in candidates)
+    best = (INFINITY, 0)
+    if low < len(frontier):
+        value, opened, index = frontier[low]
+        best = (max(value, close - opened), index)
+    if low:
+        value, opened, index = frontier[low - 1]
+        best = min(best, (max(value, close - opened), index))
+    return best

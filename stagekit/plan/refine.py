@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 _SWEEPS = 30
 _GAIN = 1 + 1e-9
@@ -32,17 +32,21 @@ class Search:
             loads[rank] += (self.closes[begins[stage + 1]] - self.opens[begins[stage]]) / self.speeds[rank]
         return loads
 
+    def unevenness(self, begins: Sequence[int]) -> float:
+        """Return the sum of the squares of the stages' times."""
+        return sum((self.closes[end] - self.opens[begin]) ** 2 for begin, end in pairwise(begins))
+
     def fits(self, stage: int, begin: int, end: int) -> bool:
         """Tell whether stage [begin, end) is allowed."""
         return self.earliest is None or self.earliest[stage][end] <= begin
 
 
 def exact(search: Search, stages: int) -> Iterator[list[int]]:
-    """Yield the best of all cuts, found by trying each; nothing if none fits."""
+    """Yield the best of all cuts, found by trying each, of equals the one of the most even stages; nothing if none fits."""
     last = len(search.opens) - 1
     cuts = ([0, *cut, last] for cut in combinations(range(1, last), stages - 1))
     fitting = (cut for cut in cuts if all(search.fits(s, cut[s], cut[s + 1]) for s in range(stages)))
-    best = min(fitting, key=lambda cut: max(search.loads(cut)), default=None)
+    best = min(fitting, key=lambda cut: (max(search.loads(cut)), search.unevenness(cut)), default=None)
     if best is not None:
         yield best
 

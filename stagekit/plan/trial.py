@@ -47,7 +47,20 @@ def try_schedule(
     num_ranks = max(stage_ranks) + 1
     orders = compute_order(schedule, stage_ranks, num_ranks, num_chunks, costs=costs, memory_limit=memory_limit)
     ahead = receive_window(schedule) if isinstance(window, str) else window
-    return _timed(_lowered(orders, stage_ranks, transport, ahead), stage_ranks, num_chunks, costs, transport)
+    return try_orders(orders, stage_ranks, num_chunks, costs, transport=transport, window=ahead)
+
+
+def try_orders(
+    orders: Sequence[Sequence[Action]],
+    stage_ranks: Sequence[int],
+    num_chunks: int,
+    costs: Costs,
+    *,
+    transport: Transport = Transport.IMPLICIT,
+    window: Window = 1,
+) -> Trial:
+    """Lower compute lists of a schedule for `transport`, verify and time them."""
+    return _timed(_lowered(orders, stage_ranks, transport, window), stage_ranks, num_chunks, costs, transport)
 
 
 def try_lists(

@@ -9,7 +9,7 @@ the halves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -66,12 +66,11 @@ class DeferredLog:
     def noter(self, rule: Rule, dims: int) -> Callable[[Tensor, nn.Parameter, Tensor], None]:
         """Return what a stage's graph calls after an operation, with its input, weight of `dims` dimensions and output.
 
-        What the rule is not for (vectors, one unbatched image, complex numbers) does not wait.
+        What the rule is not for does not wait, see `waits`.
         """
-        least = 2 if dims == 2 else dims
 
         def note(x: Tensor, weight: nn.Parameter, y: Tensor) -> None:
-            if y.requires_grad and x.ndim >= least and weight.ndim == dims and not weight.is_complex():
+            if y.requires_grad and waits(x, weight, dims):
                 self._noted.append(Deferred(rule, x.detach(), weight, y))
 
         return note
@@ -87,12 +86,36 @@ def mark(graph: fx.Graph, trained: Collection[str]) -> None:
     that train, each a tensor of its own.
     """
     for node in graph.nodes:
-        if node.op != "call_function" or node.kwargs or node.target not in _WEIGHT_AT:
-            continue
-        weight = node.args[_WEIGHT_AT[node.target]]
-        is_alone = isinstance(weight, fx.Node) and weight.name in trained and len(weight.users) == 1
-        has_constants = not any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(node.args[3:]))
-        node.meta["deferred"] = is_alone and has_constants and sum(arg is weight for arg in node.args) == 1
+        weight = weight_of(node)
+        node.meta["deferred"] = weight is not None and weight.name in trained and len(weight.users) == 1
+
+
+def weight_of(node: fx.Node) -> fx.Node | None:
+    """Return the operand of an operation whose gradient can wait, if nothing else reads it; None: there is none."""
+    if node.op != "call_function" or node.kwargs or node.target not in _WEIGHT_AT:
+        return None
+    weight = node.args[_WEIGHT_AT[node.target]]
+    has_constants = not any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(node.args[3:]))
+    is_one = isinstance(weight, fx.Node) and sum(arg is weight for arg in node.args) == 1
+    return weight if has_constants and is_one else None  # type: ignore[return-value]
+
+
+def second_half(node: fx.Node, args: Sequence[Any], gradient: Tensor) -> Callable[[], Tensor] | None:
+    """Return what computes the gradient of an operation's weight after its input's; None where it does not wait.
+
+    `args` are the operation's, `gradient` is that of its output. For measuring what a stage will do.
+    """
+    position = _WEIGHT_AT[node.target]
+    rule, dims = rule_of(node)
+    x, weight = args[position - 1], args[position]
+    if not waits(x, weight, dims):
+        return None
+    return lambda: rule(x.detach(), weight, gradient)
+
+
+def waits(x: Tensor, weight: Tensor, dims: int) -> bool:
+    """Say whether a weight of `dims` dimensions waits: no vectors, no single unbatched image, no complex numbers."""
+    return x.ndim >= (2 if dims == 2 else dims) and weight.ndim == dims and not weight.is_complex()
 
 
 def with_notes(bucket: fx.GraphModule, log: DeferredLog) -> fx.GraphModule:
@@ -102,12 +125,12 @@ def with_notes(bucket: fx.GraphModule, log: DeferredLog) -> fx.GraphModule:
             position = _WEIGHT_AT[node.target]
             with bucket.graph.inserting_after(node):
                 arguments = (node.args[position - 1], node.args[position], node)
-                bucket.graph.call_function(log.noter(*_rule_of(node)), arguments)
+                bucket.graph.call_function(log.noter(*rule_of(node)), arguments)
     bucket.recompile()
     return bucket
 
 
-def _rule_of(node: fx.Node) -> tuple[Rule, int]:
+def rule_of(node: fx.Node) -> tuple[Rule, int]:
     """Return the rule of a marked operation, and the dimensions of the weights that it is for."""
     if node.target is aten.linear.default:
         return linear_rule, 2

@@ -71,7 +71,7 @@ def at_speeds(layout: Layout, choice: Choice, speeds: Sequence[float]) -> dict[s
     for i, node in enumerate(layout.nodes):
         if node.name in choice.costs:
             cost, speed = choice.costs[node.name], speeds[bisect_right(choice.begins, i) - 1]
-            costs[node.name] = replace(cost, forward_s=cost.forward_s / speed, backward_s=cost.backward_s / speed)
+            costs[node.name] = cost.at_speed(speed)
     return costs
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from stagekit.graph.compile.deferred import second_half, weight_of
 from stagekit.graph.cut.estimates import Seconds, by_bytes, by_flops, tensor_bytes
 from stagekit.graph.cut.operands import made_up, operands
 from stagekit.graph.passes.aliasing import written_inputs
@@ -40,10 +41,20 @@ _KIND_S = 2.0  # no further pass over a kind of call that took so long already
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one node at the example's sizes."""
+    """Seconds of one node at the example's sizes.
+
+    `halves`: its backward in two parts, input gradient and later the weight's, where that can wait if its stage reads
+    the weight nowhere else; None: all of the backward runs at once.
+    """
 
     forward_s: float
     backward_s: float
+    halves: tuple[float, float] | None = None
+
+    def at_speed(self, speed: float) -> Cost:
+        """Return what it costs on a rank of that speed."""
+        halves = (self.halves[0] / speed, self.halves[1] / speed) if self.halves else None
+        return Cost(self.forward_s / speed, self.backward_s / speed, halves)
 
 
 def measure(captured: Captured, nodes: Sequence[fx.Node], how: str = "measured") -> dict[str, Cost]:
@@ -61,8 +72,8 @@ def measure(captured: Captured, nodes: Sequence[fx.Node], how: str = "measured")
         known = _measured(captured, kinds)
     else:
         count = by_flops if how == "flops" else by_bytes
-        known = {signature: count(captured, node) for signature, node in kinds.items()}
-    return {node.name: Cost(*known[signature]) for node, signature in signatures.items()}
+        known = {signature: _estimated(captured, node, count) for signature, node in kinds.items()}
+    return {node.name: known[signature] for node, signature in signatures.items()}
 
 
 def _signature(captured: Captured, node: fx.Node) -> str:
@@ -82,13 +93,28 @@ def _is_parameter(captured: Captured, node: fx.Node) -> bool:
     return node.op == "placeholder" and captured.origins[node.name].kind == "parameter"
 
 
-def _measured(captured: Captured, kinds: Mapping[str, fx.Node]) -> dict[str, Seconds]:
+def trained_weight_of(captured: Captured, node: fx.Node) -> fx.Node | None:
+    """Return the trained parameter of an operation whose gradient can wait; None: there is none."""
+    weight = weight_of(node)
+    trains = weight is not None and _is_parameter(captured, weight) and weight.meta["requires_grad"]
+    return weight if trains else None
+
+
+def _estimated(captured: Captured, node: fx.Node, count: Callable[[Captured, fx.Node], Seconds]) -> Cost:
+    forward_s, backward_s = count(captured, node)
+    if trained_weight_of(captured, node) is None:
+        return Cost(forward_s, backward_s)
+    late_s = min(forward_s, backward_s)  # each gradient of a product takes as much as the product
+    return Cost(forward_s, backward_s, (backward_s - late_s, late_s))
+
+
+def _measured(captured: Captured, kinds: Mapping[str, fx.Node]) -> dict[str, Cost]:
     """Return the timed cost per kind of call; an estimate for those that can't run on made-up operands.
 
     All of them again and again, instead of each one for long: what else the machine does then slows none of them only.
     The typical pass counts: in the best one a short call finds a quiet moment, a long one never does.
     """
-    found: dict[str, list[Seconds]] = {kind: [] for kind in kinds}
+    found: dict[str, list[Cost]] = {kind: [] for kind in kinds}
     spent = dict.fromkeys(kinds, 0.0)
     devices = [torch.cuda.current_device()] if captured.device == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
@@ -100,22 +126,32 @@ def _measured(captured: Captured, kinds: Mapping[str, fx.Node]) -> dict[str, Sec
                 cost = _alone(captured, node)
                 spent[kind] += time.perf_counter() - started
                 if cost is None:
-                    cost, spent[kind] = by_flops(captured, node), float("inf")
+                    cost, spent[kind] = _estimated(captured, node, by_flops), float("inf")
                 found[kind].append(cost)
-    return {kind: (median(f for f, _ in costs), median(b for _, b in costs)) for kind, costs in found.items()}
+    return {kind: _typical(costs) for kind, costs in found.items()}
 
 
-def _alone(captured: Captured, node: fx.Node) -> Seconds | None:
+def _typical(costs: Sequence[Cost]) -> Cost:
+    halves = [cost.halves for cost in costs if cost.halves]
+    typical = (median(early for early, _ in halves), median(late for _, late in halves)) if halves else None
+    return Cost(median(cost.forward_s for cost in costs), median(cost.backward_s for cost in costs), typical)
+
+
+def _alone(captured: Captured, node: fx.Node) -> Cost | None:
     for integers in (0, 1):
         try:
-            forward_s, backward_s = _timed(captured, node, integers)
+            cost = _timed(captured, node, integers)
         except Exception:  # values that an operator refuses
             continue
-        return forward_s, backward_s + _accumulating_s(captured, node)
+        weight = trained_weight_of(captured, node)
+        rest_s = sum(_accumulating_s(captured, n) for n in node.all_input_nodes if n is not weight)
+        late_s = _accumulating_s(captured, weight) if weight is not None else 0.0
+        halves = (cost.halves[0] + rest_s, cost.halves[1] + late_s) if cost.halves else None
+        return Cost(cost.forward_s, cost.backward_s + rest_s + late_s, halves)
     return None
 
 
-def _timed(captured: Captured, node: fx.Node, integers: int) -> Seconds:
+def _timed(captured: Captured, node: fx.Node, integers: int) -> Cost:
     args, kwargs = operands(captured, node, integers=integers)
     leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
     if any(n.meta["requires_grad"] for n in written_inputs(node)):  # autograd refuses to write into a leaf
@@ -126,24 +162,31 @@ def _timed(captured: Captured, node: fx.Node, integers: int) -> Seconds:
         outputs = pytree.tree_leaves(target(*args, **kwargs))
     roots = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
     if not roots or not leaves:
-        return forward_s, 0.0
+        return Cost(forward_s, 0.0)
     cotangents = [torch.ones_like(root) for root in roots]
-    whole_s = _fastest(
-        captured.device,
-        lambda: torch.autograd.grad(roots, leaves, cotangents, retain_graph=True, allow_unused=True),
-    )
-    return forward_s, max(whole_s - _engine_s(), 0.0)
+
+    def backward_s(wanted: Sequence[Tensor]) -> float:
+        whole_s = _fastest(
+            captured.device,
+            lambda: torch.autograd.grad(roots, wanted, cotangents, retain_graph=True, allow_unused=True),
+        )
+        return max(whole_s - _engine_s(), 0.0)
+
+    halves, weight = None, trained_weight_of(captured, node)
+    if weight is not None and (late := second_half(node, args, cotangents[0])) is not None:
+        early = [leaf for leaf in leaves if leaf is not args[node.args.index(weight)]]
+        with torch.no_grad():
+            halves = (backward_s(early) if early else 0.0, _fastest(captured.device, late))
+    return Cost(forward_s, backward_s(leaves), halves)
 
 
-def _accumulating_s(captured: Captured, node: fx.Node) -> float:
-    """Return the time to add the gradients of a node's parameters to those of the chunks before."""
-    seconds = 0.0
-    for operand in node.all_input_nodes:
-        if _is_parameter(captured, operand) and operand.meta["requires_grad"]:
-            parameter = made_up(captured, operand.meta["val"], False)
-            gradient = torch.zeros_like(parameter)
-            seconds += _fastest(captured.device, functools.partial(gradient.add_, parameter))
-    return seconds
+def _accumulating_s(captured: Captured, operand: fx.Node) -> float:
+    """Return the time to add the gradient of a parameter to those of the chunks before; 0 for what is none."""
+    if not (_is_parameter(captured, operand) and operand.meta["requires_grad"]):
+        return 0.0
+    parameter = made_up(captured, operand.meta["val"], False)
+    gradient = torch.zeros_like(parameter)
+    return _fastest(captured.device, functools.partial(gradient.add_, parameter))
 
 
 @functools.cache

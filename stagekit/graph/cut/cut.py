@@ -20,6 +20,7 @@ from stagekit.graph.buckets.rule import BucketRule
 from stagekit.graph.buckets.spans import written_spans
 from stagekit.graph.compile.module import StageModule, make_stage_module
 from stagekit.graph.cut.choose import Choice, choose
+from stagekit.graph.cut.costs import Cost, trained_weight_of
 from stagekit.graph.cut.layout import Layout, lay_out
 from stagekit.graph.cut.stages import Chain, StageGraph, build_chain
 from stagekit.graph.cut.verify import verify_chain
@@ -169,6 +170,7 @@ def _stage_spec(
     ends = [*choice.begins[1:], len(layout.nodes)]
     nodes = [n for n in layout.nodes[choice.begins[index] : ends[index]] if n in layout.work]
     costs = [choice.costs[n.name] for n in nodes if n.name in choice.costs]
+    halves = [_halves(captured, choice.costs[n.name], n, nodes) for n in nodes if n.name in choice.costs]
     return StageSpec(
         index=index,
         begins_at=_module_path(nodes[0]) if nodes else "",
@@ -180,8 +182,18 @@ def _stage_spec(
         buckets=_bucket_specs(stage, parameters, rule),
         forward_s=sum(cost.forward_s for cost in costs),
         backward_s=sum(cost.backward_s for cost in costs),
+        input_grad_s=sum(early for early, _ in halves),
+        weight_grad_s=sum(late for _, late in halves),
         draws=stage.draws,
     )
+
+
+def _halves(captured: Captured, cost: Cost, node: fx.Node, stage: Sequence[fx.Node]) -> tuple[float, float]:
+    """Return what an operation takes in the two halves of its stage's backward."""
+    weight = trained_weight_of(captured, node)
+    if cost.halves is None or weight is None or any(user is not node and user in stage for user in weight.users):
+        return cost.backward_s, 0.0
+    return cost.halves
 
 
 def _is_reached(node: fx.Node) -> bool:
