@@ -1,6 +1,7 @@
 """One rank fails: every rank raises that one's error at once, nothing is left of the step, and the next one runs."""
 
 import functools
+import os
 import time
 
 import pytest
@@ -10,9 +11,11 @@ from torch import nn
 import stagekit
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import RemoteError, ShapeError, StageError
+from stagekit.run.shm_setup import VARIABLE
 from stagekit.testing import spawn
 
 ROWS, CHUNKS = 12, 4
+TRANSPORTS = ("gloo", "shm")  # the rest below runs over the last
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)]
 
 
@@ -115,11 +118,12 @@ def is_given_a_short_target(rank, owner):
 
 def everything(rank):
     """All that two ranks show, in one pair of processes."""
-    found = {
-        (schedule, failing): fails_twice(rank, schedule, stages_per_rank, failing)
-        for schedule, stages_per_rank in SCHEDULES
-        for failing in ("index", "target")
-    }
+    found = {}
+    for transport in TRANSPORTS:
+        os.environ[VARIABLE] = transport
+        for schedule, stages_per_rank in SCHEDULES:
+            for failing in ("index", "target"):
+                found[schedule, failing, transport] = fails_twice(rank, schedule, stages_per_rank, failing)
     found["short"] = [is_given_a_short_target(rank, owner) for owner in (0, 1)]
     return found | {"slow": fails_while_another_computes(rank), "refused": refuses_its_batch(rank)}
 
@@ -129,10 +133,11 @@ def two():
     return spawn(everything, 2, timeout_s=300)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("failing", ["index", "target"])
 @pytest.mark.parametrize("schedule", [schedule for schedule, _ in SCHEDULES])
-def test_an_error_reaches_every_rank_and_leaves_no_trace(two, schedule, failing):
-    ranks = [found[schedule, failing] for found in two]
+def test_an_error_reaches_every_rank_and_leaves_no_trace(two, schedule, failing, transport):
+    ranks = [found[schedule, failing, transport] for found in two]
     for (errors, losses, state), (_, clean_losses, clean_state) in ranks:
         assert len(errors) == 2
         assert losses[0] == clean_losses[0]
