@@ -10,13 +10,22 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stagekit.errors import UserError
 from stagekit.plan.actions import Op, to_csv
 from stagekit.plan.contract import ModelSpec, StageSpec, TensorSpec
 from stagekit.plan.lowering import Lists, Routes, lower, receive_window, routes_of
-from stagekit.plan.schedules.registry import compute_order, is_forward_only, table_for
+from stagekit.plan.schedules.registry import (
+    PerRank,
+    compute_order,
+    is_file,
+    is_forward_only,
+    per_rank_of,
+    ranks_for,
+    stage_table,
+)
 from stagekit.plan.shapes import evaluate
 from stagekit.plan.timeline import Timeline, gantt, simulate
 from stagekit.plan.transports import Transport
@@ -34,7 +43,7 @@ class Plan:
     model: ModelSpec
     schedule: str
     num_chunks: int
-    stages_per_rank: int
+    stages_per_rank: PerRank
     replicas: int
     compile: str
     recompute: bool
@@ -47,7 +56,7 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """Ranks of one pipeline."""
-        return len(self.stage_ranks) // self.stages_per_rank
+        return max(self.stage_ranks) + 1
 
     @property
     def world_size(self) -> int:
@@ -67,7 +76,8 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Equal on ranks that captured and scheduled the same thing."""
-        parts = [self.model.graph_hash, self.schedule, self.num_chunks, self.stages_per_rank, self.replicas]
+        schedule = Path(self.schedule).name if is_file(self.schedule) else self.schedule  # it may lie elsewhere here
+        parts = [self.model.graph_hash, schedule, self.num_chunks, self.stages_per_rank, self.replicas]
         parts += [stage.first_node for stage in self.model.stages]
         parts += [to_csv(self.actions)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -100,20 +110,34 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
 
 
-def check_counts(stages: int, stages_per_rank: int, replicas: int, world_size: int | None = None) -> int:
+def check_counts(stages: int, stages_per_rank: PerRank, replicas: int, world_size: int | None = None) -> int:
     """Return the ranks that these counts need. Raises UserError with all four numbers where `world_size` differs."""
-    if min(stages, stages_per_rank, replicas) < 1 or stages % stages_per_rank:
+    if isinstance(stages_per_rank, tuple):
+        if min(*stages_per_rank, replicas) < 1 or sum(stages_per_rank) != stages:
+            raise UserError(
+                f"stages {stages}, stages_per_rank {list(stages_per_rank)}, replicas {replicas}: each is at least 1 and the "
+                f"numbers per rank add up to stages; these add up to {sum(stages_per_rank)}"
+            )
+    elif min(stages, stages_per_rank, replicas) < 1 or stages % stages_per_rank:
         raise UserError(
             f"stages {stages}, stages_per_rank {stages_per_rank}, replicas {replicas}: each is at least 1 and "
-            "stages_per_rank divides stages"
+            "stages_per_rank divides stages, or is a list of one number per rank"
         )
-    needed = stages // stages_per_rank * replicas
+    needed = ranks_for(stages, stages_per_rank) * replicas
     if world_size is not None and world_size != needed:
         raise UserError(
             f"world size {world_size} does not fit stages {stages} / stages_per_rank {stages_per_rank} × replicas "
             f"{replicas} = {needed}; start {needed} processes or change one of the others"
         )
     return needed
+
+
+def check_per_rank(schedule: str, stages: int, stages_per_rank: int | Sequence[int], replicas: int) -> PerRank:
+    """Return the stages of each rank, as `schedule` has them where it is a file. Raises UserError, ScheduleError."""
+    given = stages_per_rank if isinstance(stages_per_rank, int) else tuple(stages_per_rank)
+    found = per_rank_of(schedule, stages, given)
+    check_counts(stages, found, replicas)
+    return found
 
 
 def verified_lists(
@@ -133,15 +157,16 @@ def make_plan(
     *,
     schedule: str,
     num_chunks: int,
-    stages_per_rank: int = 1,
+    stages_per_rank: PerRank = 1,
     replicas: int = 1,
     compile: str = "eager",
     recompute: bool = False,
 ) -> Plan:
     """Schedule a cut model, verify the lists and simulate them. Raises ScheduleError or UserError."""
     num_stages = len(model.stages)
-    num_ranks = check_counts(num_stages, stages_per_rank, 1)
-    stage_ranks = table_for(schedule, num_stages, num_ranks)
+    stages_per_rank = per_rank_of(schedule, num_stages, stages_per_rank)
+    check_counts(num_stages, stages_per_rank, 1)
+    stage_ranks = stage_table(schedule, num_stages, stages_per_rank)
     trains = not is_forward_only(schedule)
     routes = routes_of(model, replicas=replicas, train=trains)
     lists, extension = verified_lists(schedule, stage_ranks, num_chunks, routes)

@@ -161,8 +161,7 @@ class Run:
     def _lists(self, agreement: Agreement) -> tuple[tuple[Action, ...], ...]:
         plan = self.plan
         routes = routes_of(plan.model, replicas=plan.replicas, inputs=agreement.parcels, train=plan.trains)
-        lists, _ = verified_lists(plan.schedule, plan.stage_ranks, plan.num_chunks, routes)
-        return lists
+        return plan.lists_for(routes)
 
     # ---- evaluation
 

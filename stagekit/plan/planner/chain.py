@@ -12,21 +12,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from stagekit.plan.actions import Action, Op
-from stagekit.plan.costs import Costs
+from stagekit.plan.costs import Costs, Link
 from stagekit.plan.memory import Footprint
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a message between two ranks takes, and what the executor takes for each compute action."""
-
-    latency_s: float = 70e-6  # a small gloo message between two processes of a host, measured 38-71 µs
-    bytes_per_s: float = 3e9  # a 1 MiB gloo message, measured 3-6 GB/s
-    action_s: float = 40e-6  # main-thread CPU per compute action above the bare stage, measured 33-46 µs
-
-    def hop_s(self, size_bytes: float) -> float:
-        """Return the seconds of a message of `size_bytes`."""
-        return self.latency_s + size_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import pytest
 
 from stagekit.errors import ScheduleError, SplitError
 from stagekit.plan.actions import Op
+from stagekit.plan.costs import Link
 from stagekit.plan.forecast import forecast
 from stagekit.plan.memory import Footprint, Held
 from stagekit.plan.planner.candidates import Wish, chunk_counts, is_worth_trying, schedules_for
-from stagekit.plan.planner.chain import Chain, Link, Setting, bound_of, bytes_of, costs_of
+from stagekit.plan.planner.chain import Chain, Setting, bound_of, bytes_of, costs_of
 from stagekit.plan.planner.search import ALIKE, rank_plans
 from stagekit.plan.schedules.registry import compute_order, table_for
 
