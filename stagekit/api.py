@@ -34,10 +34,13 @@ from stagekit.graph.compile.compilers import resolve
 from stagekit.graph.cut.cut import Cut
 from stagekit.graph.values.build import Start
 from stagekit.plan.contract import ModelSpec, StageSpec
-from stagekit.plan.plan import Plan, check_counts, make_plan
+from stagekit.plan.decision import Decision, decision_of
+from stagekit.plan.plan import Plan, check_counts, check_per_rank
+from stagekit.plan.planner.search import Ranking
 from stagekit.plan.schedules.registry import FORWARD, is_forward_only
 from stagekit.plan.schedules.registry import check as check_schedule
-from stagekit.plan.split import Balanced, Usage, check_split
+from stagekit.plan.split import Balanced, check_split, parse_split
+from stagekit.planning import Question, cut_for, open_ranks, repeated
 from stagekit.run.agreement import exchange_text
 from stagekit.run.lane import RunOptions
 from stagekit.run.loss import LossFunction, LossWeight
@@ -112,8 +115,9 @@ class CutSource:
 class Pipeline:
     """A captured model, cut and planned. Holds no weights of its own until it is deployed."""
 
-    def __init__(self, cut: Cut, plan: Plan, options: RunOptions) -> None:
-        self.options = options
+    def __init__(self, cut: Cut, plan: Plan, options: RunOptions, ranking: Ranking | None = None) -> None:
+        """`ranking`: the plans that were compared, where something was left to choose; the first is this one."""
+        self.options, self.ranking = options, ranking
         self._set_cut(cut, plan)
 
     def _set_cut(self, cut: Cut, plan: Plan) -> None:
@@ -132,7 +136,7 @@ class Pipeline:
 
         `compiled`: backends by stage as an earlier run's `Run.compiled` has them; "auto" then times nothing.
 
-        Costs are measured, so two ranks may balance the same capture differently: all take the cut of the group's
+        Costs are measured, so two ranks may plan the same capture differently: all take the decision of the group's
         rank 0, and `plan` and `stages` are that one's afterwards. Raises UserError when the world does not fit
         stages / stages_per_rank × replicas.
         """
@@ -140,32 +144,21 @@ class Pipeline:
             is_cuda = dist.is_initialized() and "nccl" in str(dist.get_backend(group)) and torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         check_counts(len(self.stages), self.plan.stages_per_rank, self.plan.replicas, _world_size(group))
-        self._take_cut_of_rank_0(torch.device(device), group)
+        self._take_plan_of_rank_0(torch.device(device), group)
         options = dataclasses.replace(self.options, compiled=compiled)
         return Run(self.source, self.plan, options, torch.device(device), group)
 
-    def _take_cut_of_rank_0(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def _take_plan_of_rank_0(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         if _world_size(group) == 1:
             return
-        mine = [[stage.first_node for stage in self.plan.model.stages], self.plan.model.graph_hash]
+        mine = [decision_of(self.plan).to_json(), self.plan.model.graph_hash]
         comm_device = device if "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
-        first, graph_hash = json.loads(exchange_text(json.dumps(mine), group, comm_device)[0])
-        if first == mine[0] or graph_hash != mine[1] or len(first) != len(self.stages):
-            return  # the same cut; or another model, which the first step refuses with every rank's number
-        plan = self.plan
-        cut = self.cut.captured.cut("balanced", len(first), buckets=self.cut.buckets, at_nodes=first)
-        self._set_cut(
-            cut,
-            make_plan(
-                cut.spec,
-                schedule=plan.schedule,
-                num_chunks=plan.num_chunks,
-                stages_per_rank=plan.stages_per_rank,
-                replicas=plan.replicas,
-                compile=plan.compile,
-                recompute=plan.recompute,
-            ),
-        )
+        decided, graph_hash = json.loads(exchange_text(json.dumps(mine), group, comm_device)[0])
+        if decided == mine[0] or graph_hash != mine[1]:
+            return  # the same; or another model, which the first step refuses with every rank's number
+        plan, decision = self.plan, Decision.from_json(decided)
+        made = repeated(self.cut.captured, decision, buckets=self.cut.buckets, known=self.cut)
+        self._set_cut(made.cut, made.plan(replicas=plan.replicas, compile=plan.compile, recompute=plan.recompute))
 
 
 def _world_size(group: dist.ProcessGroup | None) -> int:
@@ -178,11 +171,12 @@ def pipeline(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: LossFunction | None,
-    stages: int,
+    stages: int | None = None,
+    ranks: int | None = None,
     chunks: int,
     schedule: str | None = None,
     split: str | Sequence[str] | Balanced = "balanced",
-    stages_per_rank: int = 1,
+    stages_per_rank: int | Sequence[int] | str = 1,
     replicas: int = 1,
     buckets: Mapping[str, int | str] | None = None,
     loss_weight: LossWeight | None = None,
@@ -207,27 +201,36 @@ def pipeline(
     (inductor on CUDA), a backend of torch.compile, or "auto", which times eager and inductor when deployed. `buckets`
     {"cap": bytes, "first": bytes} cuts each stage into submodules whose gradients are reduced together. `args_spec` and `kwargs_spec` say of an argument
     `Split(dim)` or `Replicate()`, `output_spec` of an output `Cat(dim)`, `Stack()`, `Sum()`, `Mean()` or a function.
+    `stages_per_rank` is a number, or one number per rank, each of which then holds the next so many stages.
+    `schedule="auto"` compares all schedules on measured costs and takes the fastest that fits `Balanced(memory_bytes=…)`,
+    cutting for it; `stages_per_rank="auto"`, with `ranks` instead of `stages`, chooses that too. `Pipeline.ranking` has the
+    runners-up and why the others lost.
     `schedule` is a name of stagekit.plan.schedules or a CSV file: "1f1b" by default, and "forward" where `loss_fn` is None:
     the model then runs in eval mode, for its outputs alone.
     The module and the random state are left as they were. Raises CaptureError, SplitError, ScheduleError, UserError.
     """
+    schedule = schedule or ("1f1b" if loss_fn is not None else FORWARD)
+    open_on = open_ranks(schedule, stages, stages_per_rank, ranks)
     check_counts_and_kinds(
-        stages=stages,
+        stages=stages or ranks,
         chunks=chunks,
-        stages_per_rank=stages_per_rank,
+        stages_per_rank=1 if open_on else stages_per_rank,
         replicas=replicas,
         seed=seed,
         compile=compile,
         loss_fn=loss_fn,
         split=split,
     )
-    schedule = schedule or ("1f1b" if loss_fn is not None else FORWARD)
     check_options(recompute=recompute, loss_weight=loss_weight, init=init, weights=weights, device=device)
     check_specs(args_spec, kwargs_spec, output_spec)
-    check_counts(stages, stages_per_rank, replicas)
-    check_schedule(schedule, stages, stages_per_rank, chunks)
+    if open_on is None:
+        assert stages is not None and not isinstance(stages_per_rank, str)
+        stages_per_rank = check_per_rank(schedule, stages, stages_per_rank, replicas)
+        check_schedule(schedule, stages, stages_per_rank, chunks)
+        check_split(split, stages, stages_per_rank)
+    elif isinstance(split, str):
+        parse_split(split)
     check_forward(schedule, loss_fn=loss_fn, loss_weight=loss_weight, recompute=recompute)
-    check_split(split, stages, stages_per_rank)
     bucket_rule(buckets)
     captured = capture_model(
         model,
@@ -245,6 +248,7 @@ def pipeline(
         captured,
         loss_fn=loss_fn,
         stages=stages,
+        ranks=ranks,
         chunks=chunks,
         schedule=schedule,
         split=split,
@@ -300,11 +304,14 @@ def plan_pipeline(
     captured: Captured,
     *,
     loss_fn: LossFunction | None,
-    stages: int,
-    chunks: int,
+    stages: int | None = None,
+    ranks: int | None = None,
+    chunks: int | Sequence[int],
     schedule: str = "1f1b",
     split: str | Sequence[str] | Balanced = "balanced",
-    stages_per_rank: int = 1,
+    stages_per_rank: int | Sequence[int] | str = 1,
+    tables: str = "any",
+    example_chunks: int | None = None,
     replicas: int = 1,
     buckets: Mapping[str, int | str] | None = None,
     loss_weight: LossWeight | None = None,
@@ -312,24 +319,26 @@ def plan_pipeline(
     compile: str = "eager",
     recompute: bool = False,
     seed: int = 0,
-    at_nodes: Sequence[str] | None = None,
+    decided: Decision | None = None,
     measured: bool = True,
 ) -> Pipeline:
-    """Second half of `pipeline`: cut and schedule. `at_nodes` repeats the cut of a published plan, without measuring."""
+    """Second half of `pipeline`: cut and schedule. `decided` repeats a published plan, without measuring.
+
+    `chunks` may be several counts to choose from, `example_chunks` is then that of the example. `tables`: "modulo" leaves
+    schedules out whose ranks are V-shaped.
+    """
     check_outputs(captured)
-    usage = Usage(schedule, chunks, stages_per_rank, recompute)
-    cut = captured.cut(split, stages, buckets=bucket_rule(buckets), at_nodes=at_nodes, measured=measured, usage=usage)
-    plan = make_plan(
-        cut.spec,
-        schedule=schedule,
-        num_chunks=chunks,
-        stages_per_rank=stages_per_rank,
-        replicas=replicas,
-        compile=resolve(compile, captured.device),
-        recompute=recompute,
+    backend = resolve(compile, captured.device)
+    made = cut_for(
+        captured,
+        Question(split, stages, ranks, schedule, stages_per_rank, chunks, recompute, backend != "eager", tables, example_chunks),
+        buckets=bucket_rule(buckets),
+        decided=decided,
+        measured=measured,
     )
-    rules = flatten_rules(output_spec, cut.spec.outputs)
-    return Pipeline(cut, plan, RunOptions(loss_fn, loss_weight, seed, rules))
+    plan = made.plan(replicas=replicas, compile=backend, recompute=recompute)
+    rules = flatten_rules(output_spec, made.cut.spec.outputs)
+    return Pipeline(made.cut, plan, RunOptions(loss_fn, loss_weight, seed, rules), made.ranking)
 
 
 class PipelineStage:

@@ -22,7 +22,7 @@ from stagekit.plan.schedules.registry import is_forward_only
 from stagekit.plan.split import Balanced, parse_bytes
 from stagekit.run.merge import Cat, Mean, Stack, Sum
 
-_COUNTS = ("stages", "chunks", "stages_per_rank", "replicas")
+_COUNTS = ("stages", "chunks", "replicas")
 
 
 def check_model(model: Any, args: Any, kwargs: Any) -> None:
@@ -48,6 +48,12 @@ def check_counts_and_kinds(**given: Any) -> None:
         value = given[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name} is {value!r}; give a whole number of at least 1")
+    per_rank = given["stages_per_rank"]
+    counts = per_rank if isinstance(per_rank, list | tuple) else (per_rank,)
+    if not counts or not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts):
+        raise UserError(
+            f"stages_per_rank is {per_rank!r}; give a whole number of at least 1, or a list of one such number per rank"
+        )
     seed = given["seed"]
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
         raise UserError(f"seed is {seed!r}; give a whole number from 0 to 2**63 - 1")

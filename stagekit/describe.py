@@ -27,6 +27,7 @@ from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import ScheduleError, SplitError, StagekitError, UserError, WeightsError
 from stagekit.graph.compile.compilers import check_backend
 from stagekit.load import check_evaluation, check_mode, load_program
+from stagekit.plan.plan import check_per_rank
 from stagekit.plan.split import Balanced, check_split, split_of
 from stagekit.run.allocator import keep_freed_memory
 
@@ -42,7 +43,10 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
     args, kwargs = program.example_inputs()
     check_backend(pipeline["compile"])
     split = split_of(pipeline)
-    check_split(split, pipeline["stages"], pipeline["stages_per_rank"])
+    per_rank = check_per_rank(
+        pipeline["schedule"], pipeline["stages"], pipeline["stages_per_rank"], pipeline["replicas"]
+    )
+    check_split(split, pipeline["stages"], per_rank)
     scores = check_mode(program, pipeline["schedule"])
     captured = capture_model(
         program.build_model,
@@ -62,7 +66,7 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
         chunks=pipeline["chunks"],
         schedule=pipeline["schedule"],
         split=split,
-        stages_per_rank=pipeline["stages_per_rank"],
+        stages_per_rank=per_rank,
         replicas=pipeline["replicas"],
         buckets=pipeline["buckets"],
         compile=pipeline["compile"],

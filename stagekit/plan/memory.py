@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from stagekit.errors import SplitError
 from stagekit.plan.actions import Op
-from stagekit.plan.schedules.registry import compute_order, is_forward_only, table_for
+from stagekit.plan.schedules.registry import PerRank, compute_order, is_forward_only, stage_table
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -84,15 +84,15 @@ class Memory:
         return result
 
 
-def chunks_in_flight(schedule: str, stages: int, stages_per_rank: int, chunks: int) -> tuple[int, ...]:
+def chunks_in_flight(schedule: str, stages: int, stages_per_rank: PerRank, chunks: int) -> tuple[int, ...]:
     """Return per stage how many chunks are at most between their F and their B or W; 1 where there are forwards alone.
 
     Raises ScheduleError.
     """
     if is_forward_only(schedule):
         return (1,) * stages
-    num_ranks = stages // stages_per_rank
-    orders = compute_order(schedule, table_for(schedule, stages, num_ranks), num_ranks, chunks)
+    table = stage_table(schedule, stages, stages_per_rank)
+    orders = compute_order(schedule, table, max(table) + 1, chunks)
     held, peak = [0] * stages, [0] * stages
     for row in orders:
         for action in row:

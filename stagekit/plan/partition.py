@@ -60,7 +60,7 @@ def partition(
     improved, instead of many others.
     Raises SplitError with the numbers if there are fewer legal cuts than needed, or none that fits `memory`.
     """
-    speeds = _checked(stages, legal, speeds)
+    speeds = _checked(stages, legal, speeds, ranks)
     prefix = [0.0, *accumulate(costs)]
     bounds = [0, *legal, len(costs)]
     charge = [0.0, *(float(crossing[i]) for i in legal), 0.0]
@@ -73,7 +73,7 @@ def partition(
     found = [refine(begins, search) for begins in _starts(search, stages, known)]
     if not found:
         assert memory is not None
-        raise refuse(memory, bounds, stages // len(speeds))
+        raise refuse(memory, bounds, -(-stages // len(speeds)))
     slowest, begins = min(found)
     largest = max((prefix[b] - prefix[a] for a, b in pairwise(bounds)), default=0.0)
     unavoidable = prefix[-1] + 2 * sum(sorted(charge[1:-1])[: stages - 1])
@@ -84,7 +84,9 @@ def partition(
     )
 
 
-def _checked(stages: int, legal: Sequence[int], speeds: Sequence[float] | None) -> Sequence[float]:
+def _checked(
+    stages: int, legal: Sequence[int], speeds: Sequence[float] | None, ranks: Sequence[int] | None
+) -> Sequence[float]:
     if stages < 1:
         raise SplitError(f"{stages} stages: ask for at least 1")
     if stages - 1 > len(legal):
@@ -92,14 +94,14 @@ def _checked(stages: int, legal: Sequence[int], speeds: Sequence[float] | None) 
             f"{stages} stages need {stages - 1} cuts, but the model has only {len(legal)} legal ones; use at most {len(legal) + 1} stages"
         )
     speeds = speeds if speeds is not None else [1.0] * stages
-    if not speeds or stages % len(speeds) or min(speeds) <= 0:
+    if not speeds or (ranks is None and stages % len(speeds)) or min(speeds) <= 0:
         raise SplitError(f"speeds {list(speeds)}: give a positive number per rank; their count divides {stages} stages")
     return speeds
 
 
 def _starts(search: Search, stages: int, known: list[int] | None) -> Iterator[list[int]]:
     """Yield cuts that fit: the exact one, and where ranks run several stages those that give some loops a larger share."""
-    loops = stages // len(search.speeds)
+    loops = -(-stages // len(search.speeds))
     if loops > 1 and comb(len(search.opens) - 2, stages - 1) <= _ENUMERATED:
         yield from exact(search, stages)
         return

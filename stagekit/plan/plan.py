@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from stagekit.errors import UserError
-from stagekit.plan.actions import Op, to_csv
-from stagekit.plan.contract import ModelSpec, StageSpec, TensorSpec
-from stagekit.plan.lowering import Lists, Routes, lower, receive_window, routes_of
+from stagekit.plan.actions import COMPUTE, Op, to_csv
+from stagekit.plan.contract import ModelSpec
+from stagekit.plan.costs import Costs
+from stagekit.plan.lowering import Lists, Routes, Window, lower, receive_window, routes_of
+from stagekit.plan.prices import model_costs
+from stagekit.plan.prices import stage_output_bytes as stage_output_bytes
 from stagekit.plan.schedules.registry import (
     PerRank,
     compute_order,
@@ -26,14 +29,9 @@ from stagekit.plan.schedules.registry import (
     ranks_for,
     stage_table,
 )
-from stagekit.plan.shapes import evaluate
 from stagekit.plan.timeline import Timeline, gantt, simulate
 from stagekit.plan.transports import Transport
 from stagekit.plan.verify import Cell, verify
-
-HOP_S = 70e-6  # a small gloo message between two processes of a host, measured 38-71 µs
-BYTES_PER_S = 3e9  # a 1 MiB gloo message, measured 3-6 GB/s
-_DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,9 @@ class Plan:
     extension: tuple[Cell, ...]
     timeline: Timeline
     bit_equal: str  # to the unsplit model: "yes" or "no (first reason)"
+    costs: Costs
+    window: int | None  # compute actions that receives are posted ahead; None: all at the start
+    memory_limit: float | None = None  # zb-auto's, in (stage, chunk) activations of a rank
 
     @property
     def num_ranks(self) -> int:
@@ -81,6 +82,13 @@ class Plan:
         parts += [stage.first_node for stage in self.model.stages]
         parts += [to_csv(self.actions)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def lists_for(self, routes: Routes) -> Lists:
+        """Return the lists of this plan's compute with transfers for other routes: those of a step's inputs."""
+        orders = [[action for action in row if action.op in COMPUTE] for row in self.actions]
+        lists = lower(orders, self.stage_ranks, routes, window=self.window, transport=Transport.DIRECTED)
+        verify(lists, self.stage_ranks, self.num_chunks, routes, transport=Transport.DIRECTED)
+        return lists
 
     def to_json(self) -> str:
         """Return the plan as one JSON document; actions in their text form."""
@@ -141,14 +149,24 @@ def check_per_rank(schedule: str, stages: int, stages_per_rank: int | Sequence[i
 
 
 def verified_lists(
-    schedule: str, stage_ranks: Sequence[int], num_chunks: int, routes: Routes
+    schedule: str,
+    stage_ranks: Sequence[int],
+    num_chunks: int,
+    routes: Routes,
+    *,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    window: Window | str = "measured",
 ) -> tuple[Lists, tuple[Cell, ...]]:
     """Return each rank's complete list, and an order of all actions in which nothing waits. Raises ScheduleError.
 
-    They run on a queue per direction (NCCL), and so also where messages are told apart by tag (gloo).
+    They run on a queue per direction (NCCL), and so also where messages are told apart by tag (gloo). `costs` and
+    `memory_limit` are for zb-auto.
     """
-    orders = compute_order(schedule, stage_ranks, max(stage_ranks) + 1, num_chunks)
-    lists = lower(orders, stage_ranks, routes, window=receive_window(schedule), transport=Transport.DIRECTED)
+    num_ranks = max(stage_ranks) + 1
+    orders = compute_order(schedule, stage_ranks, num_ranks, num_chunks, costs=costs, memory_limit=memory_limit)
+    ahead = receive_window(schedule) if isinstance(window, str) else window
+    lists = lower(orders, stage_ranks, routes, window=ahead, transport=Transport.DIRECTED)
     return lists, verify(lists, stage_ranks, num_chunks, routes, transport=Transport.DIRECTED)
 
 
@@ -161,16 +179,37 @@ def make_plan(
     replicas: int = 1,
     compile: str = "eager",
     recompute: bool = False,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    window: int | str | None = "measured",
 ) -> Plan:
-    """Schedule a cut model, verify the lists and simulate them. Raises ScheduleError or UserError."""
+    """Schedule a cut model, verify the lists and simulate them on gloo. Raises ScheduleError or UserError.
+
+    `costs`: those of another rank's plan; by default as the stages were measured. `memory_limit`: zb-auto's.
+    """
     num_stages = len(model.stages)
     stages_per_rank = per_rank_of(schedule, num_stages, stages_per_rank)
     check_counts(num_stages, stages_per_rank, 1)
     stage_ranks = stage_table(schedule, num_stages, stages_per_rank)
     trains = not is_forward_only(schedule)
     routes = routes_of(model, replicas=replicas, train=trains)
-    lists, extension = verified_lists(schedule, stage_ranks, num_chunks, routes)
-    timeline = _predict(model, lists, extension, stage_ranks, routes, recompute)
+    costs = costs or model_costs(model, compile=compile, recompute=recompute)
+    ahead = receive_window(schedule) if isinstance(window, str) else window
+    lists, extension = verified_lists(
+        schedule, stage_ranks, num_chunks, routes, costs=costs, memory_limit=memory_limit, window=ahead
+    )
+    timeline = simulate(
+        lists,
+        extension,
+        stage_ranks,
+        routes,
+        forward=costs.forward,
+        backward=costs.full_backward,
+        input_grad=costs.input_grad,
+        weight_grad=costs.weight_grad,
+        hop=costs.hop,
+        transport=Transport.RENDEZVOUS,
+    )
     return Plan(
         model,
         schedule,
@@ -184,43 +223,9 @@ def make_plan(
         extension,
         timeline,
         _bit_equal(model, compile, replicas, trains=trains),
-    )
-
-
-def tensor_bytes(tensor: TensorSpec, symbols: dict[str, int]) -> int:
-    """Return the bytes of `tensor` for these symbol values."""
-    size = _DTYPE_BYTES.get(tensor.dtype, 1)
-    for dim in tensor.shape:
-        size *= evaluate(dim, symbols)
-    return size
-
-
-def stage_output_bytes(model: ModelSpec, stage: StageSpec) -> int:
-    """Return the bytes that one example chunk of `stage` sends to later stages."""
-    symbols = {symbol.name: symbol.example for symbol in model.symbols}
-    return sum(tensor_bytes(e.tensor, symbols) * len(e.targets) for e in model.edges if e.source == stage.index)
-
-
-def _predict(
-    model: ModelSpec,
-    lists: Lists,
-    extension: Sequence[Cell],
-    stage_ranks: Sequence[int],
-    routes: Routes,
-    recompute: bool,
-) -> Timeline:
-    largest = max((stage_output_bytes(model, stage) for stage in model.stages), default=0)
-    last = len(model.stages) - 1
-    return simulate(
-        lists,
-        extension,
-        stage_ranks,
-        routes,
-        forward=[stage.forward_s for stage in model.stages],
-        backward=[
-            stage.backward_s + (stage.forward_s if recompute and stage.index != last else 0.0) for stage in model.stages
-        ],
-        hop=HOP_S + largest / BYTES_PER_S,
+        costs,
+        ahead,
+        memory_limit,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from stagekit.errors import SplitError
 from stagekit.plan.memory import chunks_in_flight
-from stagekit.plan.schedules.registry import table_for
+from stagekit.plan.schedules.registry import PerRank, ranks_for, stage_table
 
 COSTS = ("measured", "flops", "bytes")
 _UNITS = {
@@ -70,12 +70,17 @@ class Usage:
 
     schedule: str = "gpipe"
     chunks: int = 1
-    stages_per_rank: int = 1
+    stages_per_rank: PerRank = 1
     recompute: bool = False
 
     def ranks(self, stages: int) -> tuple[int, ...]:
         """Return the rank of each stage. Raises ScheduleError."""
-        return table_for(self.schedule, stages, stages // self.stages_per_rank)
+        return stage_table(self.schedule, stages, self.stages_per_rank)
+
+    @property
+    def most_per_rank(self) -> int:
+        """The most stages that a rank holds."""
+        return max(self.stages_per_rank) if isinstance(self.stages_per_rank, tuple) else self.stages_per_rank
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
         """Return how many chunks each stage holds at most. Raises ScheduleError."""
@@ -100,13 +105,13 @@ def parse_split(text: str) -> Balanced | int | str:
     )
 
 
-def check_split(split: str | Sequence[str] | Balanced, stages: int, stages_per_rank: int) -> None:
+def check_split(split: str | Sequence[str] | Balanced, stages: int, stages_per_rank: PerRank) -> None:
     """Raise SplitError for what fits no model: an unknown form, paths or speeds for another number of stages."""
     wish = parse_split(split) if isinstance(split, str) else split
     if isinstance(wish, Balanced):
-        if wish.speeds is not None and len(wish.speeds) * stages_per_rank != stages:
+        if wish.speeds is not None and len(wish.speeds) != (ranks := ranks_for(stages, stages_per_rank)):
             raise SplitError(
-                f"speeds names {len(wish.speeds)} ranks, but {stages} stages run on {stages // stages_per_rank}; give one "
+                f"speeds names {len(wish.speeds)} ranks, but {stages} stages run on {ranks}; give one "
                 "number per rank of a pipeline"
             )
     elif isinstance(wish, Sequence) and not isinstance(wish, str):

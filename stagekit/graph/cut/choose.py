@@ -20,6 +20,7 @@ from stagekit.graph.cut.footprint import cut_within, footprint
 from stagekit.graph.cut.layout import Layout, held_together
 from stagekit.plan.memory import Memory, in_units
 from stagekit.plan.partition import Partition, partition
+from stagekit.plan.schedules.registry import ranks_for
 from stagekit.plan.split import Balanced, Usage, check_split, parse_split
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def _balanced(captured: Captured, layout: Layout, wish: Balanced, stages: int, u
         if node.name in costs:
             cost = costs[node.name]
             seconds[i] = cost.forward_s * (2 if usage.recompute else 1) + cost.backward_s
-    legal = _block_begins(layout, stages) if wish.block_boundaries else layout.legal
-    speeds = wish.speeds or (1.0,) * (stages // usage.stages_per_rank)
+    legal = block_begins(layout, stages) if wish.block_boundaries else layout.legal
+    speeds = wish.speeds or (1.0,) * ranks_for(stages, usage.stages_per_rank)
 
     crossing, ranks = layout.crossing_s(captured), usage.ranks(stages)
     if wish.costs != "measured":
@@ -116,10 +117,10 @@ def _balanced(captured: Captured, layout: Layout, wish: Balanced, stages: int, u
         found = solve(None)
     else:
         footing = footprint(captured, layout, optimizer_state=wish.optimizer_state, recompute=usage.recompute)
-        cap = wish.memory_bytes / usage.stages_per_rank
+        cap = wish.memory_bytes / usage.most_per_rank
         found, needs = cut_within(solve, footing, cap, usage.in_flight(stages))
         report += f", largest stage {in_units(needs)} of {in_units(cap)}"
-    noun = "stage" if usage.stages_per_rank == 1 else "rank"
+    noun = "stage" if usage.most_per_rank == 1 else "rank"
     return Choice(found.begins, f"{report}: {_gap(found, 1e3, 'ms', noun)}", costs if wish.costs == "measured" else {})
 
 
@@ -180,7 +181,7 @@ def _by_layers(layout: Layout, stages: int) -> Choice:
     ones = [0.0] * len(layout.nodes)
     for i in begins:
         ones[i] = 1.0
-    found = partition(ones, [0.0] * len(ones), _block_begins(layout, stages), stages)
+    found = partition(ones, [0.0] * len(ones), block_begins(layout, stages), stages)
     return Choice(found.begins, f"equal numbers of layers: at most {found.slowest:.0f} of {len(begins)} in a stage")
 
 
@@ -194,7 +195,7 @@ def _layers(layout: Layout) -> list[int]:
     return sorted(set(begins.values()))
 
 
-def _block_begins(layout: Layout, stages: int) -> list[int]:
+def block_begins(layout: Layout, stages: int) -> list[int]:
     """Return the legal cuts where a numbered module begins. Raises SplitError if there are too few."""
     legal = sorted(set(_layers(layout)) & set(layout.legal))
     if stages - 1 > len(legal):

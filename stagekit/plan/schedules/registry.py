@@ -23,7 +23,10 @@ from stagekit.plan.schedules import (
     zb_v,
 )
 from stagekit.plan.schedules.tables import Orders as Orders
+from stagekit.plan.schedules.tables import PerRank as PerRank
+from stagekit.plan.schedules.tables import block_placement
 from stagekit.plan.schedules.tables import placement as placement
+from stagekit.plan.schedules.tables import ranks_for as ranks_for
 from stagekit.plan.schedules.tables import stages_of as stages_of
 from stagekit.plan.schedules.tables import v_placement as v_placement
 
@@ -82,11 +85,40 @@ def table_for(schedule: str, num_stages: int, num_ranks: int) -> tuple[int, ...]
     )
 
 
-def check(schedule: str, num_stages: int, stages_per_rank: int, num_chunks: int) -> None:
+def per_rank_of(schedule: str, num_stages: int, per_rank: PerRank) -> PerRank:
+    """Return the stages of each rank as `schedule` has them: a file says so itself, any other has `per_rank`.
+
+    Raises ScheduleError for a file about other numbers; a `per_rank` of 1 asks for none.
+    """
+    if not is_file(schedule):
+        return per_rank
+    lists = csv_file.load(schedule)
+    table = csv_file.table_of(lists)
+    counts = tuple(table.count(rank) for rank in range(len(lists)))
+    asked = per_rank if isinstance(per_rank, tuple) else (per_rank,) * len(lists)
+    if len(table) != num_stages or (per_rank != 1 and asked != counts):
+        held = str(counts[0]) if len(set(counts)) == 1 else str(list(counts))
+        raise ScheduleError(
+            f"schedule {schedule} is for {len(table)} stages on {len(lists)} ranks, {held} on each, not for {num_stages} "
+            f"with {per_rank if isinstance(per_rank, int) else list(per_rank)}; ask for stages={len(table)} and leave "
+            "stages_per_rank out"
+        )
+    return counts[0] if len(set(counts)) == 1 else counts
+
+
+def stage_table(schedule: str, num_stages: int, per_rank: PerRank) -> tuple[int, ...]:
+    """Return the rank of each stage; unequal numbers of stages are blocks. Raises ScheduleError."""
+    per_rank = per_rank_of(schedule, num_stages, per_rank)
+    if isinstance(per_rank, tuple) and not is_file(schedule):
+        return block_placement(per_rank)
+    return table_for(schedule, num_stages, ranks_for(num_stages, per_rank))
+
+
+def check(schedule: str, num_stages: int, stages_per_rank: PerRank, num_chunks: int) -> None:
     """Raise ScheduleError where `schedule` can't run these numbers. What zb-auto finds is seen when it is asked."""
     if schedule != AUTOMATIC:
-        num_ranks = num_stages // stages_per_rank
-        compute_order(schedule, table_for(schedule, num_stages, num_ranks), num_ranks, num_chunks)
+        table = stage_table(schedule, num_stages, stages_per_rank)
+        compute_order(schedule, table, max(table) + 1, num_chunks)
 
 
 def compute_order(

@@ -8,6 +8,7 @@ from stagekit.errors import ScheduleError
 from stagekit.plan.actions import Action, Op
 
 Orders = tuple[tuple[Action, ...], ...]
+PerRank = int | tuple[int, ...]  # stages of each rank; one number: all have as many, and the schedule says which
 
 
 def placement(num_stages: int, num_ranks: int) -> tuple[int, ...]:
@@ -19,6 +20,16 @@ def v_placement(num_stages: int, num_ranks: int) -> tuple[int, ...]:
     """Return the rank of each stage: up the ranks and down again, so that rank 0 holds the first and the last of two."""
     there_and_back = [*range(num_ranks), *reversed(range(num_ranks))]
     return tuple(there_and_back[stage % len(there_and_back)] for stage in range(num_stages))
+
+
+def block_placement(per_rank: Sequence[int]) -> tuple[int, ...]:
+    """Return the rank of each stage where rank r holds the next `per_rank[r]` stages."""
+    return tuple(rank for rank, count in enumerate(per_rank) for _ in range(count))
+
+
+def ranks_for(num_stages: int, per_rank: PerRank) -> int:
+    """Return how many ranks hold `num_stages` stages."""
+    return len(per_rank) if isinstance(per_rank, tuple) else num_stages // per_rank
 
 
 def stages_of(rank: int, stage_ranks: Sequence[int]) -> list[int]:
