@@ -331,7 +331,18 @@ def plan_pipeline(
     backend = resolve(compile, captured.device)
     made = cut_for(
         captured,
-        Question(split, stages, ranks, schedule, stages_per_rank, chunks, recompute, backend != "eager", tables, example_chunks),
+        Question(
+            split,
+            stages,
+            ranks,
+            schedule,
+            stages_per_rank,
+            chunks,
+            recompute,
+            backend != "eager",
+            tables,
+            example_chunks,
+        ),
         buckets=bucket_rule(buckets),
         decided=decided,
         measured=measured,

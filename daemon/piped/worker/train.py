@@ -29,6 +29,7 @@ from stagekit.api import Pipeline, capture_model, plan_pipeline
 from stagekit.errors import BugError, UserError
 from stagekit.graph.compile.compilers import AUTO
 from stagekit.load import check_batch, check_evaluation, check_mode, load_program
+from stagekit.plan.decision import Decision, decision_of
 from stagekit.plan.split import split_of
 from stagekit.program import Batch
 from stagekit.run import checkpoint
@@ -86,7 +87,10 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
         check_replicas(run)
         save(job, run, work.step)
         observer.send_metrics()
-        return {"step": work.step, "loss": work.loss if math.isfinite(work.loss) else "NaN"}  # as JSON of protobuf has it
+        return {
+            "step": work.step,
+            "loss": work.loss if math.isfinite(work.loss) else "NaN",
+        }  # as JSON of protobuf has it
     except Exception as error:
         raise TrainingError(work.step if work else -1, run) from error
 
@@ -172,11 +176,11 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
             link.send("plan", plan=plan_summary(plan))
         log.info("start_values", how=plan.model.start_values)
         store.set("expected", json.dumps({"bubble": plan.timeline.bubble, "step_s": plan.timeline.makespan}))
-        nodes = [stage.first_node for stage in plan.model.stages]
-        store.set("plan", json.dumps({"nodes": nodes, "fingerprint": plan.fingerprint}))
+        published = {"decision": decision_of(plan).to_json(), "fingerprint": plan.fingerprint}
+        store.set("plan", json.dumps(published))
         return pipe
     published = json.loads(store.get("plan"))
-    pipe = plan_pipeline(captured, **options, at_nodes=published["nodes"])
+    pipe = plan_pipeline(captured, **options, decided=Decision.from_json(published["decision"]))
     if pipe.plan.fingerprint != published["fingerprint"]:
         raise UserError(
             f"rank {job.rank} captured another graph ({pipe.plan.fingerprint}) than rank 0 ({published['fingerprint']}); "

@@ -40,6 +40,7 @@ from stagekit.plan.contract import FixedSize, GraphInput
 
 if TYPE_CHECKING:
     from stagekit.graph.buckets.rule import BucketRule
+    from stagekit.graph.cut.choose import Choice
     from stagekit.graph.cut.cut import Cut
     from stagekit.plan.split import Balanced, Usage
 
@@ -116,17 +117,21 @@ class Captured:
         at_nodes: Sequence[str] | None = None,
         measured: bool = True,
         usage: Usage | None = None,
+        choice: Choice | None = None,
     ) -> Cut:
         """Cut into `stages` stages; `at_nodes` repeats the cut of a published plan without measuring anything.
 
         Each node is timed, for the plan's predictions also where the policy needs no costs; `measured=False` skips it.
 
         `split`: "balanced" or `Balanced(...)`, "parameters", "layers", "bucket:25MiB", or the module paths where stages
-        1, 2, … begin. `usage` says how the stages will run, for a memory cap. Raises SplitError.
+        1, 2, … begin. `usage` says how the stages will run, for a memory cap. `choice`: it is made already. Raises
+        SplitError.
         """
         from stagekit.graph.cut.cut import cut
 
-        return cut(self, split, stages, buckets=buckets, at_nodes=at_nodes, measured=measured, usage=usage)
+        return cut(
+            self, split, stages, buckets=buckets, at_nodes=at_nodes, measured=measured, usage=usage, choice=choice
+        )
 
     def cut_like(self, cut: Cut) -> Cut:
         """Cut this capture, of the same model in eval mode, so that each stage reads only what `cut`'s stage owns.

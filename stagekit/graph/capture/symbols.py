@@ -41,6 +41,14 @@ class SymbolTable:
             changed.append(replace(symbol, maximum=min(limits)) if limits else symbol)
         return SymbolTable(self.names, tuple(changed))
 
+    def with_batch(self, given: int, chunks: int) -> SymbolTable:
+        """Return the same table where the example is one of `chunks` chunks of the batch of which it is one of `given`."""
+        changed = (
+            replace(symbol, example=symbol.example * given // chunks) if symbol.is_batch else symbol
+            for symbol in self.symbols
+        )
+        return SymbolTable(self.names, tuple(changed))
+
     def dim(self, size: Any) -> Dim:
         """Return a size of a fake tensor as an int or an expression over our names."""
         if isinstance(size, int):

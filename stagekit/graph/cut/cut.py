@@ -70,15 +70,13 @@ def cut(
     at_nodes: Sequence[str] | None,
     measured: bool = True,
     usage: Usage | None = None,
-    begins: tuple[int, ...] | None = None,
+    choice: Choice | None = None,
 ) -> Cut:
-    """Return `captured` cut into `stages` stages; see `Captured.cut`. `begins`: the positions, where they are known."""
+    """Return `captured` cut into `stages` stages; see `Captured.cut`. `choice`: where it is made already."""
     layout = lay_out(captured)
     with torch.random.fork_rng(devices=[]):
-        if begins is None:
+        if choice is None:
             choice = choose(captured, layout, split, stages, at_nodes, measured=measured, usage=usage)
-        else:
-            choice = Choice(begins, "the cut of training")
         stage_of = {node: _stage_at(choice.begins, i) for i, node in enumerate(layout.nodes) if node in layout.work}
         chain = build_chain(captured, layout, stage_of, stages)
         verify_chain(captured, layout, stage_of, chain)

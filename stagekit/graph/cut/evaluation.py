@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from stagekit.errors import SplitError
+from stagekit.graph.cut.choose import Choice
 from stagekit.graph.cut.cut import Cut, cut
 from stagekit.graph.cut.layout import Layout, lay_out
 
@@ -31,7 +32,15 @@ def cut_like(captured: Captured, train: Cut) -> Cut:
     begins = _cheapest(allowed, crossing, ends, stages) or _cheapest(allowed, crossing, [0, *ends], stages, empty=True)
     if begins is None:
         raise SplitError(_why_not(captured, layout, train))
-    return cut(captured, "balanced", stages, buckets=None, at_nodes=None, measured=False, begins=begins)
+    return cut(
+        captured,
+        "balanced",
+        stages,
+        buckets=None,
+        at_nodes=None,
+        measured=False,
+        choice=Choice(begins, "the cut of training"),
+    )
 
 
 def _owners(train: Cut) -> dict[str, frozenset[int]]:

@@ -8,7 +8,7 @@ among the legal positions; graph.cut.stages builds what was chosen.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,18 @@ class Layout:
 
     def crossing_s(self, captured: Captured) -> list[float]:
         """Return per position the seconds that a chunk's values take to cross a cut there, both directions."""
+
+        def seconds(node: fx.Node) -> float:
+            moved = LINK_S_PER_MESSAGE + tensor_bytes(captured, node.meta["val"]) / LINK_BYTES_PER_S
+            return moved * (2 if node.meta["requires_grad"] else 1)
+
+        return self._crossing(seconds)
+
+    def crossing_bytes(self, captured: Captured) -> list[float]:
+        """Return per position the bytes of a chunk's values that cross a cut there, forward."""
+        return self._crossing(lambda node: tensor_bytes(captured, node.meta["val"]))
+
+    def _crossing(self, weigh: Callable[[fx.Node], float]) -> list[float]:
         order = {node: i for i, node in enumerate(self.nodes)}
         difference = [0.0] * (len(self.nodes) + 1)
         for node in self.work:
@@ -47,8 +59,7 @@ class Layout:
                 (order.get(user, len(self.nodes) - 1) for user in node.users if user not in self.free), default=-1
             )
             if isinstance(value, Tensor) and last > order[node]:
-                moved = LINK_S_PER_MESSAGE + tensor_bytes(captured, value) / LINK_BYTES_PER_S
-                moved *= 2 if node.meta["requires_grad"] else 1
+                moved = weigh(node)
                 difference[order[node] + 1] += moved
                 difference[last + 1] -= moved
         total, result = 0.0, []

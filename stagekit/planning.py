@@ -1,0 +1,268 @@
+"""Chooses what a user left to us: puts the measured capture and the planner together.
+
+What can be chosen, and how candidates are priced and ranked, is stagekit.plan.planner's; costs are graph.cut's. Called by
+stagekit.api for `schedule="auto"` and its relatives, and by stagekit.describe for what `pipectl plan` compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stagekit.errors import SplitError, UserError
+from stagekit.graph.buckets.rule import BucketRule
+from stagekit.graph.capture.capture import Captured
+from stagekit.graph.cut.chain import chain_of, node_costs
+from stagekit.graph.cut.choose import Choice, at_speeds, block_begins, choose
+from stagekit.graph.cut.costs import Cost
+from stagekit.graph.cut.cut import Cut
+from stagekit.graph.cut.footprint import footprint
+from stagekit.graph.cut.layout import Layout, lay_out
+from stagekit.plan.costs import Costs, Link
+from stagekit.plan.decision import Decision
+from stagekit.plan.memory import in_units
+from stagekit.plan.plan import Plan, check_counts, check_per_rank, make_plan
+from stagekit.plan.planner.candidates import AUTO, Wish, schedules_for, stages_per_rank_up_to
+from stagekit.plan.planner.chain import Chain, Setting
+from stagekit.plan.planner.search import Begins, Ranking, rank_plans
+from stagekit.plan.split import Balanced, Usage, parse_split
+
+_RATIOS_ONLY = Link(0.0, float("inf"), 0.0)  # counted costs say nothing of seconds
+
+
+def open_ranks(
+    schedule: str, stages: int | None, stages_per_rank: int | Sequence[int] | str, ranks: int | None
+) -> int | None:
+    """Return the ranks of a pipeline of which something is left to choose; None: everything is given.
+
+    Raises UserError for counts that leave the number of ranks open, or say it twice.
+    """
+    for name, count in (("stages", stages), ("ranks", ranks)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise UserError(f"{name} is {count!r}; give a whole number of at least 1")
+    if stages_per_rank == AUTO:
+        if ranks is None or stages is not None:
+            raise UserError(
+                f'stages_per_rank="auto" chooses how many stages each rank has: give ranks, not stages (stages is {stages!r}, '
+                f"ranks is {ranks!r})"
+            )
+        return ranks
+    if stages is None or ranks is not None:
+        raise UserError(
+            f'give stages, or ranks together with stages_per_rank="auto" (stages is {stages!r}, ranks is {ranks!r})'
+        )
+    if schedule != AUTO:
+        return None
+    if not isinstance(stages_per_rank, int) or isinstance(stages_per_rank, bool) or stages_per_rank < 1:
+        raise UserError(f'stages_per_rank is {stages_per_rank!r}; schedule="auto" takes a whole number, or "auto"')
+    return check_counts(stages, stages_per_rank, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """How to cut and run, as a user asked: `AUTO` and several chunk counts leave a choice.
+
+    `example_chunks`: of how many chunks the capture's example is one, by default as many as there will be. `tables`: see
+    `schedules_for`.
+    """
+
+    split: str | Sequence[str] | Balanced
+    stages: int | None
+    ranks: int | None
+    schedule: str = AUTO
+    stages_per_rank: int | Sequence[int] | str = 1
+    chunks: int | Sequence[int] = 1
+    recompute: bool = False
+    compiled: bool = False
+    tables: str = "any"
+    example_chunks: int | None = None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Chunk counts to compare."""
+        return (self.chunks,) if isinstance(self.chunks, int) else tuple(self.chunks)
+
+    @property
+    def open_on(self) -> int | None:
+        """Ranks of a pipeline of which something is left to choose; None: nothing is."""
+        found = open_ranks(self.schedule, self.stages, self.stages_per_rank, self.ranks)
+        if found is None and len(self.counts) > 1 and self.stages is not None:
+            if not isinstance(self.stages_per_rank, int):
+                raise UserError(f"stages_per_rank is {self.stages_per_rank!r}; to choose chunks give a whole number")
+            return check_counts(self.stages, self.stages_per_rank, 1)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A cut and what its plan is made of; `ranking` where something was chosen."""
+
+    cut: Cut
+    schedule: str
+    num_chunks: int
+    stages_per_rank: int | tuple[int, ...]
+    costs: Costs | None = None
+    window: int | str | None = "measured"
+    memory_limit: float | None = None
+    ranking: Ranking | None = None
+
+    def plan(self, *, replicas: int, compile: str, recompute: bool) -> Plan:
+        """Schedule the cut. Raises ScheduleError, UserError."""
+        return make_plan(
+            self.cut.spec,
+            schedule=self.schedule,
+            num_chunks=self.num_chunks,
+            stages_per_rank=self.stages_per_rank,
+            replicas=replicas,
+            compile=compile,
+            recompute=recompute,
+            costs=self.costs,
+            memory_limit=self.memory_limit,
+            window=self.window,
+        )
+
+
+def cut_for(
+    captured: Captured,
+    question: Question,
+    *,
+    buckets: BucketRule | None,
+    decided: Decision | None = None,
+    measured: bool = True,
+) -> Made:
+    """Cut `captured` as asked, or as another rank `decided`; choose what is open. Raises SplitError, UserError."""
+    if decided is not None:
+        return repeated(captured, decided, buckets=buckets)
+    if question.open_on is not None:
+        found = answer(captured, question, measured=measured)
+        won = found.ranking.winner.candidate
+        sized = at_chunks(captured, question.example_chunks or question.counts[0], won.chunks)
+        cut = sized.cut(question.split, len(found.choice.begins), buckets=buckets, choice=found.choice)
+        return Made(
+            cut, won.schedule, won.chunks, won.stages_per_rank, memory_limit=won.memory_limit, ranking=found.ranking
+        )
+    assert question.stages is not None and not isinstance(question.stages_per_rank, str)
+    held = check_per_rank(question.schedule, question.stages, question.stages_per_rank, 1)
+    usage = Usage(question.schedule, question.counts[0], held, question.recompute)
+    cut = captured.cut(question.split, question.stages, buckets=buckets, measured=measured, usage=usage)
+    return Made(cut, question.schedule, question.counts[0], held)
+
+
+def repeated(captured: Captured, decided: Decision, *, buckets: BucketRule | None, known: Cut | None = None) -> Made:
+    """Cut `captured` as another rank decided, measuring nothing; `known` is a cut of it that may be the same."""
+    nodes = decided.first_nodes
+    if known is None or tuple(stage.first_node for stage in known.spec.stages) != nodes:
+        known = captured.cut("balanced", len(nodes), buckets=buckets, at_nodes=nodes)
+    return Made(
+        known,
+        decided.schedule,
+        decided.num_chunks,
+        decided.stages_per_rank,
+        decided.costs,
+        decided.window,
+        decided.memory_limit,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The ranking, and the winner's cut with what its operations cost."""
+
+    ranking: Ranking
+    choice: Choice
+
+
+def answer(captured: Captured, question: Question, *, measured: bool = True) -> Answer:
+    """Measure `captured` at every chunk count and rank what can be. Raises SplitError where nothing fits.
+
+    Without `measured` costs are counted: the cut and the ranking are then rough.
+    """
+    layout, wish, ranks = lay_out(captured), _balanced(question.split), question.open_on
+    assert ranks is not None
+    how = "flops" if not measured and wish.costs == "measured" else wish.costs
+    legal: Sequence[int] = block_begins(layout, 1) if wish.block_boundaries else layout.legal
+    given = question.stages_per_rank
+    per_rank = (given,) if isinstance(given, int) else stages_per_rank_up_to(len(legal), ranks)
+    costs: dict[int, Mapping[str, Cost]] = {}
+    chains: dict[int, Chain] = {}
+    with torch.random.fork_rng(devices=[]):
+        for chunks in question.counts:
+            sized = at_chunks(captured, question.example_chunks or question.counts[0], chunks)
+            costs[chunks] = node_costs(sized, layout, how)
+            held = footprint(sized, layout, optimizer_state=wish.optimizer_state, recompute=question.recompute)
+            chains[chunks] = chain_of(sized, layout, costs[chunks], legal=legal, footprint=held)
+    cuts = None if _is_balanced(question.split) else _cuts(captured, layout, question, ranks, per_rank)
+    setting = Setting(
+        ranks,
+        wish.speeds or (1.0,) * ranks,
+        question.recompute,
+        question.compiled,
+        Link() if how == "measured" else _RATIOS_ONLY,
+        wish.memory_bytes,
+    )
+    free = Wish(ranks, schedules_for(question.schedule, tables=question.tables), per_rank, question.counts)
+    ranking = rank_plans(chains, free, setting, cuts=cuts)
+    won = ranking.winner
+    choice = Choice(won.begins, report(ranking, question, how), costs[won.candidate.chunks] if measured else {})
+    if wish.speeds and measured:
+        choice = dataclasses.replace(choice, costs=at_speeds(layout, choice, [wish.speeds[r] for r in won.stage_ranks]))
+    return Answer(ranking, choice)
+
+
+def at_chunks(captured: Captured, given: int, chunks: int) -> Captured:
+    """Return the capture as if its example were one chunk of `chunks` instead of `given`. Raises SplitError if its
+    batch dimension can't change so.
+    """
+    if chunks == given:
+        return captured
+    batch = [symbol for symbol in captured.symbols.symbols if symbol.is_batch]
+    if not batch or any(symbol.example * given % chunks for symbol in batch):
+        why = f"; {captured.fixed[0].reason}" if captured.fixed else ""
+        raise SplitError(f"chunks can't be chosen: the example has no batch dimension that {chunks} chunks divide{why}")
+    return dataclasses.replace(captured, symbols=captured.symbols.with_batch(given, chunks))
+
+
+def _is_balanced(split: str | Sequence[str] | Balanced) -> bool:
+    return isinstance(split, Balanced) or (isinstance(split, str) and isinstance(parse_split(split), Balanced))
+
+
+def _balanced(split: str | Sequence[str] | Balanced) -> Balanced:
+    wish = parse_split(split) if isinstance(split, str) else split
+    return wish if isinstance(wish, Balanced) else Balanced()
+
+
+def _cuts(
+    captured: Captured, layout: Layout, question: Question, ranks: int, per_rank: Sequence[int]
+) -> dict[int, Begins]:
+    """Return where stages begin by a policy that is not balanced, for every number of stages that it makes."""
+    found: dict[int, Begins] = {}
+    problem = SplitError("there is no number of stages to try")
+    for count in per_rank:
+        stages = ranks * count
+        usage = Usage("gpipe", question.counts[0], count, question.recompute)
+        try:
+            found[stages] = choose(captured, layout, question.split, stages, None, measured=False, usage=usage).begins
+        except SplitError as error:
+            problem = error
+    if not found:
+        raise problem
+    return found
+
+
+def report(ranking: Ranking, question: Question, how: str) -> str:
+    """Return in a sentence how the cut was chosen, its memory, and the bound that no plan can beat."""
+    won = ranking.winner
+    wish = _balanced(question.split)
+    words = f"cut and schedule chosen together on {'measured costs' if how == 'measured' else how}"
+    words += ", at blocks" if wish.block_boundaries else ""
+    words += f", speeds {', '.join(f'{speed:g}' for speed in wish.speeds)}" if wish.speeds else ""
+    if wish.memory_bytes is not None:
+        words += f", fullest rank {in_units(won.peak_bytes)} of {in_units(wish.memory_bytes)}"
+    tried = len(ranking.best) + len(ranking.refused)
+    return (
+        f"{words}: {won.candidate} out of {tried}, {won.step_s * 1e3:.3g} ms a step, lower bound "
+        f"{ranking.bound_s * 1e3:.3g} ms, gap {100 * ranking.gap(won):.1f} %"
+    )
