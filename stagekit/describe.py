@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import sysconfig
+import tempfile
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +27,7 @@ import torch
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import ScheduleError, SplitError, StagekitError, UserError, WeightsError
 from stagekit.graph.compile.compilers import check_backend
-from stagekit.load import check_evaluation, check_mode, load_program
+from stagekit.load import check_evaluation, check_mode, load_program, schedule_file
 from stagekit.plan.plan import check_per_rank
 from stagekit.plan.split import Balanced, check_split, split_of
 from stagekit.run.allocator import keep_freed_memory
@@ -34,6 +35,12 @@ from stagekit.run.allocator import keep_freed_memory
 
 def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> dict[str, Any]:
     """Return the document for a job that can be planned. `quick` cuts by parameters instead of measuring."""
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = schedule_file(spec["pipeline"], Path(folder))
+        return _plan_job({**spec, "pipeline": {**spec["pipeline"], "schedule": schedule}}, source_dir, quick=quick)
+
+
+def _plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> dict[str, Any]:
     program = load_program(spec["program"], spec["params"], source_dir)
     pipeline, seed = spec["pipeline"], spec["train"]["seed"]
     program.chunks, program.replicas = pipeline["chunks"], pipeline["replicas"]
@@ -83,11 +90,13 @@ _NEEDED = ("program", "params", "pipeline", "train", "init", "weights")
 
 # Which field of the job file an error is about: by its type, or by the name that its text begins with.
 _FIELDS: dict[type[Exception], str] = {SplitError: "pipeline.split", ScheduleError: "pipeline.schedule"}
+_SCHEDULE_FILE = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s]+/([^/\s]+\.csv)", re.IGNORECASE)
 _NAMED = re.compile(r"(params(?:\.\w+)?)(?:: | is |(?= ))")
 
 
 def _field_and_text(error: BaseException, spec: Mapping[str, Any]) -> tuple[str, str]:
     text = str(error) if isinstance(error, StagekitError) else f"{type(error).__name__}: {error}"
+    text = _SCHEDULE_FILE.sub(r"\1", text)
     if isinstance(error, WeightsError):  # an hf: program's own are in its folder
         return "weights" if spec.get("weights") else "program", text.removeprefix("weights: ")
     if isinstance(error, UserError) and text.startswith("compile="):

@@ -93,6 +93,16 @@ def check_mode(program: Any, schedule: str) -> bool:
     return scores
 
 
+def schedule_file(pipeline: Mapping[str, Any], folder: Path) -> str:
+    """Return the schedule that a job's `pipeline` names; one that is a file is written into `folder` first."""
+    name, text = str(pipeline["schedule"]), pipeline.get("schedule_csv")
+    if not text:
+        return name
+    file = folder / Path(name).name
+    file.write_text(text)
+    return str(file)
+
+
 def check_batch(batch: Any, step: int) -> Batch:
     """Return what batches() yielded for `step`. Raises UserError for anything but a Batch."""
     if not isinstance(batch, Batch):

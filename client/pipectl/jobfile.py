@@ -18,6 +18,7 @@ from typing import Any
 
 from pipeapi import jobspec
 from pipeapi.mistakes import SpecError
+from pipeapi.schedules import is_file
 from pipeapi.v1 import spec_pb2
 from pipectl import output
 from pipectl.errors import CommandError, Exit
@@ -47,9 +48,35 @@ def load(path: str, sets: Sequence[str] = (), envs: Sequence[str] = ()) -> Loade
         source = _source_dir(path, job.source)
         archive = pack(source) if source else None
         sha256 = hashlib.sha256(archive).hexdigest() if archive else ""
-        return Loaded(path, jobspec.to_proto(job, environ=os.environ, source_sha256=sha256), source, archive)
+        csv = _schedule_text(path, job)
+        spec = jobspec.to_proto(job, environ=os.environ, source_sha256=sha256, schedule_csv=csv)
+        return Loaded(path, spec, source, archive)
     except SpecError as error:
         raise CommandError(str(error), Exit.USAGE) from None
+
+
+def _schedule_text(path: str, job: jobspec.JobFile) -> str:
+    """Return the text of a schedule file, which is looked for beside the job file; "" for a schedule that has a name.
+
+    Raises CommandError, with the lists as a grid and an arrow at the action, for one that can't run.
+    """
+    schedule = job.pipeline.schedule
+    if not is_file(schedule):
+        return ""
+    file, place = Path(path).parent / schedule, jobspec.locate(path, "pipeline.schedule")
+    try:
+        text = file.read_text()
+    except (OSError, ValueError) as error:
+        raise CommandError(
+            f"pipeline.schedule: can't read {file}: {getattr(error, 'strerror', None) or error} ({place})", Exit.USAGE
+        ) from None
+    command = [sys.executable, "-m", "stagekit.plan", "--load", str(file), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CommandError(f"pipeline.schedule: {done.stderr.strip()} ({place})", Exit.USAGE)
+    if unfit := jobspec.schedule_misfit(job, text):
+        raise CommandError(f"{unfit[0]}: {unfit[1]} ({jobspec.locate(path, unfit[0])})", Exit.USAGE)
+    return text
 
 
 def _source_dir(path: str, source: str | None) -> Path | None:

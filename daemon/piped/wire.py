@@ -69,6 +69,8 @@ def spec_from_proto(message: spec_pb2.JobSpec) -> JobSpec:
         payload=message.SerializeToString(deterministic=True),
         start_timeout_s=message.start_timeout_s,
         json_bytes=jobspec.json_bytes(message),
+        stages_of_ranks=tuple(message.pipeline.stages_of_ranks),
+        schedule_csv=message.pipeline.schedule_csv,
     )
 
 

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
-from pipeapi.schedules import FORWARD, SCHEDULES, misfit
+from pipeapi.schedules import FORWARD, SCHEDULES, blocks_misfit, csv_misfit, is_file, misfit
 from pipeapi.v1 import spec_pb2
 from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_duration, parse_size
 
@@ -84,11 +84,15 @@ class Pipeline(_Strict):
     """How the model is cut and in which order chunks run."""
 
     stages: int = Field(ge=1, le=4096, description="number of stages the model is cut into")
-    stages_per_rank: int = Field(
-        1, ge=1, description="stages that one worker runs; must divide `stages`; 2 for zb-v, v-half and dualpipe-v"
+    stages_per_rank: Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=1)]] = Field(
+        1,
+        description="stages that one worker runs; must divide `stages`; 2 for zb-v, v-half and dualpipe-v; or a list of one "
+        "number per worker, each of which then runs the next so many stages",
     )
     replicas: int = Field(1, ge=1, le=4096, description="data-parallel copies of the whole pipeline")
-    schedule: str = Field("1f1b", description="one of: " + ", ".join(SCHEDULES))
+    schedule: str = Field(
+        "1f1b", description="one of: " + ", ".join(SCHEDULES) + "; or a .csv file, looked for beside the job file"
+    )
     chunks: int = Field(8, ge=1, le=65_536, description="parts that a batch is split into (microbatches)")
     split: str | list[str] = Field(
         "balanced",
@@ -105,7 +109,7 @@ class Pipeline(_Strict):
     @field_validator("schedule")
     @classmethod
     def _known_schedule(cls, value: str) -> str:
-        return _one_of(value, SCHEDULES)
+        return value if is_file(value) else _one_of(value, SCHEDULES)
 
     @field_validator("split")
     @classmethod
@@ -130,18 +134,29 @@ class Pipeline(_Strict):
             return value  # told already
         if value != Balance() and not (isinstance(split, str) and split.startswith("balanced")):
             raise ValueError(f"is for split: balanced, but split is {split!r}; leave one of them out")
-        if value.speeds is not None and len(value.speeds) * per_rank != stages:
+        ranks = len(per_rank) if isinstance(per_rank, list) else stages / per_rank
+        is_known = isinstance(per_rank, list) or not is_file(info.data.get("schedule") or "")
+        if value.speeds is not None and is_known and len(value.speeds) != ranks:
             raise ValueError(
                 f"speeds has {len(value.speeds)} numbers, but {stages} stages with {per_rank} per rank run on "
-                f"{stages / per_rank:g} ranks; give one number per rank of a pipeline"
+                f"{ranks:g} ranks; give one number per rank of a pipeline"
             )
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Pipeline:
-        if self.stages % self.stages_per_rank:
-            raise ValueError(f"stages_per_rank is {self.stages_per_rank}, which does not divide stages: {self.stages}")
-        if unfit := misfit(self.schedule, self.stages, self.stages_per_rank, self.chunks):
+        per_rank, unfit = self.stages_per_rank, None
+        if isinstance(per_rank, list):
+            if not per_rank:
+                raise ValueError("stages_per_rank is an empty list; give one number per rank")
+            unfit = blocks_misfit(
+                "gpipe" if is_file(self.schedule) else self.schedule, self.stages, per_rank, self.chunks
+            )
+        elif self.stages % per_rank:
+            raise ValueError(f"stages_per_rank is {per_rank}, which does not divide stages: {self.stages}")
+        elif not is_file(self.schedule):
+            unfit = misfit(self.schedule, self.stages, per_rank, self.chunks)
+        if unfit:
             raise ValueError(" ".join(unfit))
         if isinstance(self.split, list) and len(self.split) != self.stages - 1:
             raise ValueError(
@@ -452,11 +467,17 @@ _BACKENDS = {
 }
 
 
-def to_proto(job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "") -> spec_pb2.JobSpec:
+def to_proto(
+    job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "", schedule_csv: str = ""
+) -> spec_pb2.JobSpec:
     """Return the message of a job file; `env` entries that are null are taken from `environ`.
 
-    Raises SpecError for one that `environ` lacks, and for a job that is too long.
+    `schedule_csv`: the text of the file that `pipeline.schedule` names. Raises SpecError for an entry that `environ` lacks,
+    a schedule file for other numbers, and a job that is too long.
     """
+    per_rank = job.pipeline.stages_per_rank
+    if unfit := schedule_misfit(job, schedule_csv):
+        raise SpecError(job.name, [Problem(*unfit)])
     missing = [name for name, value in job.env.items() if value is None and name not in environ]
     if missing:
         raise SpecError("env", [Problem(f"env.{name}", "null, but not set in this environment") for name in missing])
@@ -468,9 +489,11 @@ def to_proto(job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "
         params={key: _value(value) for key, value in job.params.items()},
         pipeline=spec_pb2.PipelineSpec(
             stages=job.pipeline.stages,
-            stages_per_rank=job.pipeline.stages_per_rank,
+            stages_per_rank=1 if isinstance(per_rank, list) else per_rank,
+            stages_of_ranks=per_rank if isinstance(per_rank, list) else (),
             replicas=job.pipeline.replicas,
-            schedule=job.pipeline.schedule,
+            schedule=Path(job.pipeline.schedule).name,
+            schedule_csv=schedule_csv,
             chunks=job.pipeline.chunks,
             split=split if isinstance(split, str) else "",
             split_at=split if isinstance(split, list) else (),
@@ -512,6 +535,18 @@ def to_proto(job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "
     return message
 
 
+def schedule_misfit(job: JobFile, text: str) -> tuple[str, str] | None:
+    """Return the field that doesn't suit the text of the job's schedule file, and what would do; None where all fit."""
+    pipeline = job.pipeline
+    if not is_file(pipeline.schedule):
+        return None
+    per_rank = pipeline.stages_per_rank
+    if isinstance(per_rank, int):
+        per_rank = [] if per_rank == 1 else [per_rank] * (pipeline.stages // per_rank)
+    unfit = csv_misfit(text, pipeline.stages, per_rank, pipeline.chunks)
+    return unfit and (f"pipeline.{unfit[0]}", f"{unfit[1]} ({pipeline.schedule})")
+
+
 def json_bytes(spec: spec_pb2.JobSpec) -> int:
     """Return the length of the whole job as JSON in ASCII, the way that workers are told it."""
     return len(json.dumps({**to_dict(spec), "env": dict(spec.env)}, separators=(",", ":")))
@@ -532,9 +567,10 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
         "weights": spec.weights or None,
         "pipeline": {
             "stages": pipeline.stages,
-            "stages_per_rank": pipeline.stages_per_rank,
+            "stages_per_rank": list(pipeline.stages_of_ranks) or pipeline.stages_per_rank,
             "replicas": pipeline.replicas,
             "schedule": pipeline.schedule,
+            "schedule_csv": pipeline.schedule_csv or None,
             "chunks": pipeline.chunks,
             "split": list(pipeline.split_at) or pipeline.split,
             "balance": _balance(pipeline),
@@ -574,6 +610,7 @@ def from_proto(spec: spec_pb2.JobSpec) -> JobFile:
     """Validate a message as a job file. Raises SpecError naming each bad field."""
     data = to_dict(spec)
     data["env"] = dict(spec.env)
+    data["pipeline"].pop("schedule_csv")  # no field of the file: it lies beside it
     try:
         return JobFile.model_validate(data)
     except ValidationError as error:

@@ -9,6 +9,7 @@ each improved cut by cut; the gap to a lower bound is told. graph.cut.choose sup
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -101,7 +102,8 @@ def _checked(
 
 def _starts(search: Search, stages: int, known: list[int] | None) -> Iterator[list[int]]:
     """Yield cuts that fit: the exact one, and where ranks run several stages those that give some loops a larger share."""
-    loops = -(-stages // len(search.speeds))
+    held = Counter(search.ranks)
+    loops = max(held.values())
     if loops > 1 and comb(len(search.opens) - 2, stages - 1) <= _ENUMERATED:
         yield from exact(search, stages)
         return
@@ -113,7 +115,8 @@ def _starts(search: Search, stages: int, known: list[int] | None) -> Iterator[li
         skews += [[1.0 if loop % 2 == odd else share for loop in range(loops)] for odd in (0, 1) for share in _SHARES]
     loop_of = [list(search.ranks[:s]).count(search.ranks[s]) for s in range(stages)]
     for skew in skews:
-        speeds = [search.speeds[search.ranks[s]] * skew[loop_of[s]] for s in range(stages)]
+        # a rank's stages share its time; the factor is 1 where all ranks hold as many
+        speeds = [search.speeds[r] * skew[loop_of[s]] * loops / held[r] for s, r in enumerate(search.ranks)]
         begins = _solve(search.opens, search.closes, speeds, search.earliest)
         if begins is not None:
             yield begins

@@ -55,6 +55,11 @@ class Plan:
     memory_limit: float | None = None  # zb-auto's, in (stage, chunk) activations of a rank
 
     @property
+    def schedule_name(self) -> str:
+        """The schedule for people; a file's name, which may lie in another folder on another rank."""
+        return Path(self.schedule).name if is_file(self.schedule) else self.schedule
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of one pipeline."""
         return max(self.stage_ranks) + 1
@@ -77,8 +82,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Equal on ranks that captured and scheduled the same thing."""
-        schedule = Path(self.schedule).name if is_file(self.schedule) else self.schedule  # it may lie elsewhere here
-        parts = [self.model.graph_hash, schedule, self.num_chunks, self.stages_per_rank, self.replicas]
+        parts = [self.model.graph_hash, self.schedule_name, self.num_chunks, self.stages_per_rank, self.replicas]
         parts += [stage.first_node for stage in self.model.stages]
         parts += [to_csv(self.actions)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -97,6 +101,7 @@ class Plan:
             for field in dataclasses.fields(self)
             if field.name not in ("actions", "extension")
         }
+        document["schedule"] = self.schedule_name
         document["actions"] = [[str(action) for action in row] for row in self.actions]
         document["fingerprint"] = self.fingerprint
         return json.dumps(document)
@@ -104,7 +109,7 @@ class Plan:
     def __str__(self) -> str:
         timeline = self.timeline
         title = (
-            f"{len(self.stage_ranks)} stages on {self.num_ranks} ranks × {self.replicas} replicas, {self.schedule}, "
+            f"{len(self.stage_ranks)} stages on {self.num_ranks} ranks × {self.replicas} replicas, {self.schedule_name}, "
             f"{self.num_chunks} chunks: {timeline.makespan * 1e3:.1f} ms a step, bubble {timeline.bubble:.1%}"
         )
         return gantt(timeline.spans, title=title)

@@ -97,6 +97,7 @@ def job_from(row: Row) -> Job:
     row.pop("name")
     spec = json.loads(row["spec"])
     spec["env"] = tuple((name, value) for name, value in spec["env"])
+    spec["stages_of_ranks"] = tuple(spec.get("stages_of_ranks", ()))  # absent in a job stored before there were any
     row["spec"] = JobSpec(**spec, payload=row.pop("payload"))
     return Job(**{**row, "state": JobState(row["state"]), "failure": _failure_from(row["failure"])})
 

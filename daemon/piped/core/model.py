@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from piped.core.schedules import csv_forwards
+
 
 class JobState(StrEnum):
     QUEUED = "queued"  # accepted; `pending_reason` says why it has no attempt
@@ -115,11 +117,15 @@ class JobSpec:
     payload: bytes
     start_timeout_s: int = 600  # the default is for jobs that were stored before there was a choice
     json_bytes: int = 0  # of the whole job file
+    stages_of_ranks: tuple[int, ...] = ()  # where ranks hold unequal numbers of stages, each the next so many
+    schedule_csv: str = ""  # the text of a schedule that is a file
 
     @property
     def pp_ranks(self) -> int:
         """Return the number of ranks of one replica."""
-        return self.stages // self.stages_per_rank
+        if self.schedule_csv:
+            return csv_forwards(self.schedule_csv)[1]
+        return len(self.stages_of_ranks) or self.stages // self.stages_per_rank
 
     @property
     def world_size(self) -> int:

@@ -91,7 +91,8 @@ def _seats_apart(spec: JobSpec, offers: list[Offer]) -> list[tuple[Node, Slot]] 
 
 def _rank(spec: JobSpec, rank: int, node: Node, slot: Slot) -> RankPlacement:
     replica, pp_rank = divmod(rank, spec.pp_ranks)
-    stages = stages_of(spec.schedule, spec.stages, spec.pp_ranks, pp_rank)
+    ranks, per_rank, csv = spec.pp_ranks, spec.stages_of_ranks, spec.schedule_csv
+    stages = stages_of(spec.schedule, spec.stages, ranks, pp_rank, per_rank, csv)
     return RankPlacement(rank, replica, stages, node.node_id, node.node_name, slot)
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from piped.core.model import JobSpec
-from piped.core.schedules import SCHEDULES, misfit
+from piped.core.schedules import SCHEDULES, blocks_misfit, csv_misfit, is_file, misfit
 from piped.errors import FieldViolation, SpecError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -84,11 +84,19 @@ def _pipeline_violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
     for name, value in counts.items():
         if value < 1:
             yield f"pipeline.{name}", f"is {value}; it must be at least 1"
-    if spec.schedule not in SCHEDULES:
-        yield "pipeline.schedule", f"{spec.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}"
+    if is_file(spec.schedule) != bool(spec.schedule_csv):
+        yield (
+            "pipeline.schedule",
+            f"{spec.schedule!r}: a schedule file is named *.csv, and its text comes along with the job",
+        )
+        return
+    if not spec.schedule_csv and spec.schedule not in SCHEDULES:
+        yield "pipeline.schedule", f"{spec.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}, or a .csv file"
     if min(counts.values()) < 1:
         return
-    if spec.stages % spec.stages_per_rank:
+    if unfit := _own_table_misfit(spec):
+        yield f"pipeline.{unfit[0]}", unfit[1]
+    elif not (spec.schedule_csv or spec.stages_of_ranks) and spec.stages % spec.stages_per_rank:
         yield (
             "pipeline.stages_per_rank",
             f"{spec.stages} stages / {spec.stages_per_rank} stages per rank × {spec.replicas} replicas gives no whole "
@@ -101,5 +109,19 @@ def _pipeline_violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
             f"{spec.stages} stages / {spec.stages_per_rank} per rank × {spec.replicas} replicas are {spec.world_size} "
             f"ranks; the limit is {MAX_RANKS}",
         )
-    elif unfit := misfit(spec.schedule, spec.stages, spec.stages_per_rank, spec.chunks):
+    elif not (spec.schedule_csv or spec.stages_of_ranks) and (
+        unfit := misfit(spec.schedule, spec.stages, spec.stages_per_rank, spec.chunks)
+    ):
         yield f"pipeline.{unfit[0]}", unfit[1]
+
+
+def _own_table_misfit(spec: JobSpec) -> tuple[str, str] | None:
+    """Return what is wrong with a table of stages that the job itself gives: a schedule file's, or blocks."""
+    if spec.schedule_csv:
+        per_rank = spec.stages_of_ranks
+        if not per_rank and spec.stages_per_rank > 1:
+            per_rank = (spec.stages_per_rank,) * spec.pp_ranks
+        return csv_misfit(spec.schedule_csv, spec.stages, per_rank, spec.chunks)
+    if spec.stages_of_ranks:
+        return blocks_misfit(spec.schedule, spec.stages, spec.stages_of_ranks, spec.chunks)
+    return None

@@ -213,7 +213,7 @@ def plan_summary(plan: Plan, compiled: Sequence[str] | None = None) -> dict[str,
     ]
     return {
         "graph_hash": plan.model.graph_hash,
-        "schedule": plan.schedule,
+        "schedule": plan.schedule_name,
         "num_chunks": plan.num_chunks,
         "stages": stages,
         "expected_step_s": plan.timeline.makespan,

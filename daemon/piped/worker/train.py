@@ -28,7 +28,7 @@ from piped.worker.score import Scoring
 from stagekit.api import Pipeline, capture_model, plan_pipeline
 from stagekit.errors import BugError, UserError
 from stagekit.graph.compile.compilers import AUTO
-from stagekit.load import check_batch, check_evaluation, check_mode, load_program
+from stagekit.load import check_batch, check_evaluation, check_mode, load_program, schedule_file
 from stagekit.plan.decision import Decision, decision_of
 from stagekit.plan.split import split_of
 from stagekit.program import Batch
@@ -140,7 +140,8 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
     """Capture the model; on rank 0 plan it and publish the plan, elsewhere repeat the published cut."""
     pipeline, seed = job.spec["pipeline"], int(job.spec["train"]["seed"])
     args, kwargs = program.example_inputs()
-    scores = check_mode(program, pipeline["schedule"])
+    schedule = schedule_file(pipeline, job.folder)
+    scores = check_mode(program, schedule)
     is_planner = job.rank == 0  # the capture is compared with the model once, where the plan is made
     captured = capture_model(
         program.build_model,
@@ -157,7 +158,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
     options = {
         "stages": pipeline["stages"],
         "chunks": pipeline["chunks"],
-        "schedule": pipeline["schedule"],
+        "schedule": schedule,
         "split": split_of(pipeline),
         "stages_per_rank": pipeline["stages_per_rank"],
         "replicas": pipeline["replicas"],

@@ -108,7 +108,7 @@ class ParamMap(_message.Message):
     def __init__(self, values: _Optional[_Mapping[str, ParamValue]] = ...) -> None: ...
 
 class PipelineSpec(_message.Message):
-    __slots__ = ("stages", "stages_per_rank", "replicas", "schedule", "chunks", "split", "split_at", "bucket_cap_bytes", "bucket_first_cap_bytes", "compile", "recompute", "balance")
+    __slots__ = ("stages", "stages_per_rank", "replicas", "schedule", "chunks", "split", "split_at", "bucket_cap_bytes", "bucket_first_cap_bytes", "compile", "recompute", "balance", "stages_of_ranks", "schedule_csv")
     STAGES_FIELD_NUMBER: _ClassVar[int]
     STAGES_PER_RANK_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,8 @@ class PipelineSpec(_message.Message):
     COMPILE_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
     BALANCE_FIELD_NUMBER: _ClassVar[int]
+    STAGES_OF_RANKS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_CSV_FIELD_NUMBER: _ClassVar[int]
     stages: int
     stages_per_rank: int
     replicas: int
@@ -133,7 +135,9 @@ class PipelineSpec(_message.Message):
     compile: str
     recompute: bool
     balance: BalanceSpec
-    def __init__(self, stages: _Optional[int] = ..., stages_per_rank: _Optional[int] = ..., replicas: _Optional[int] = ..., schedule: _Optional[str] = ..., chunks: _Optional[int] = ..., split: _Optional[str] = ..., split_at: _Optional[_Iterable[str]] = ..., bucket_cap_bytes: _Optional[int] = ..., bucket_first_cap_bytes: _Optional[int] = ..., compile: _Optional[str] = ..., recompute: _Optional[bool] = ..., balance: _Optional[_Union[BalanceSpec, _Mapping]] = ...) -> None: ...
+    stages_of_ranks: _containers.RepeatedScalarFieldContainer[int]
+    schedule_csv: str
+    def __init__(self, stages: _Optional[int] = ..., stages_per_rank: _Optional[int] = ..., replicas: _Optional[int] = ..., schedule: _Optional[str] = ..., chunks: _Optional[int] = ..., split: _Optional[str] = ..., split_at: _Optional[_Iterable[str]] = ..., bucket_cap_bytes: _Optional[int] = ..., bucket_first_cap_bytes: _Optional[int] = ..., compile: _Optional[str] = ..., recompute: _Optional[bool] = ..., balance: _Optional[_Union[BalanceSpec, _Mapping]] = ..., stages_of_ranks: _Optional[_Iterable[int]] = ..., schedule_csv: _Optional[str] = ...) -> None: ...
 
 class BalanceSpec(_message.Message):
     __slots__ = ("memory_bytes", "optimizer_state", "speeds", "block_boundaries")

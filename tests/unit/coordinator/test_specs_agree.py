@@ -18,8 +18,9 @@ from piped.node import convert
 from piped.node.attempt_dir import AttemptDir
 from piped.node.orders import Place, start_message
 from stagekit.errors import ScheduleError
+from stagekit.plan.actions import to_csv
 from stagekit.plan.schedules.registry import NAMES as NAMES_THAT_RUN
-from stagekit.plan.schedules.registry import compute_order, table_for
+from stagekit.plan.schedules.registry import compute_order, stage_table, table_for
 from tests.unit.core.build import spec
 
 NAMES = ["gpt", "a", "a.b-c", "a" * 63, "a" * 64, "A", "a_b", "-a", "a-", "", "a b", "é"]
@@ -127,6 +128,66 @@ def test_a_job_is_refused_for_just_the_numbers_that_its_schedule_cannot_run(sche
             unfit = ours.misfit(schedule, stages, per_rank, chunks)
             assert unfit == theirs.misfit(schedule, stages, per_rank, chunks)
             assert (unfit is None) == can_run(schedule, stages, stages // per_rank, chunks), (stages, per_rank, chunks)
+
+
+BLOCKS = [(1,), (2,), (3,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1), (1, 3, 2)]
+
+
+@pytest.mark.parametrize("per_rank", BLOCKS)
+@pytest.mark.parametrize("schedule", ours.SCHEDULES)
+def test_unequal_numbers_of_stages_are_refused_for_just_the_schedules_that_cannot_run_them(schedule, per_rank):
+    stages = sum(per_rank)
+    for chunks in (1, 8):
+        unfit = ours.blocks_misfit(schedule, stages, per_rank, chunks)
+        assert unfit == theirs.blocks_misfit(schedule, stages, per_rank, chunks)
+        table = stage_table(schedule, stages, per_rank)
+        try:
+            compute_order(schedule, table, len(per_rank), chunks)
+        except ScheduleError:
+            assert unfit is not None
+        else:
+            assert unfit is None
+            placed = [theirs.stages_of(schedule, stages, len(per_rank), r, per_rank) for r in range(len(per_rank))]
+            assert placed == [tuple(s for s, rank in enumerate(table) if rank == r) for r in range(len(per_rank))]
+
+
+@pytest.mark.parametrize("schedule", NAMES_THAT_RUN)
+def test_all_read_the_same_table_out_of_a_schedule_file(schedule, tmp_path):
+    per_rank = 2 if schedule in ours.V_SHAPED else 1
+    table = table_for(schedule, 2 * per_rank, 2)
+    text = to_csv(compute_order(schedule, table, 2, 5), overlapped=True)
+    (tmp_path / "mine.csv").write_text(text)
+    assert ours.csv_forwards(text) == theirs.csv_forwards(text) == (table, 2, 5)
+    assert stage_table(str(tmp_path / "mine.csv"), 2 * per_rank, 1) == table
+    placed = [theirs.stages_of("mine.csv", len(table), 2, rank, (), text) for rank in range(2)]
+    assert placed == [tuple(s for s, r in enumerate(table) if r == rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers", "told"),
+    [
+        ("0F0,0B0\n1F0,1B0\n", (2, (), 1), None),
+        ("0F0,0B0\n\n1F0,1B0\n", (3, (), 1), ("stages", "write stages: 2")),
+        ("0F0,0B0\n1F0,1B0\n", (2, (), 4), ("chunks", "write chunks: 1")),
+        ("0F0,1F0\n2F0\n", (3, (1, 2), 1), ("stages_per_rank", "has [2, 1]; leave it out")),
+        ("0F0,0B0\n2F0,2B0\n", (3, (), 1), ("schedule", "no forward of stage 1")),
+        ("0F0,0B0\n0SEND_F0\n", (1, (), 1), ("schedule", "no forward in line 2")),
+        ("hello", (1, (), 1), ("schedule", "no forward of stage 0")),
+        ("99999999999F0", (1, (), 1), ("schedule", "no forward of stage 0")),
+    ],
+)
+def test_a_schedule_file_for_other_numbers_is_refused_by_both_with_what_to_write(text, numbers, told):
+    stages, per_rank, chunks = numbers
+    unfit = ours.csv_misfit(text, stages, per_rank, chunks)
+    assert unfit == theirs.csv_misfit(text, stages, per_rank, chunks)
+    assert (unfit is None) if told is None else (unfit[0] == told[0] and told[1] in unfit[1])
+    changes = {"schedule": "mine.csv", "schedule_csv": text, "stages": stages, "chunks": chunks}
+    assert is_good(**changes, stages_of_ranks=per_rank) == (told is None)
+
+
+def test_a_schedule_file_without_its_text_is_refused_and_so_is_text_under_a_name():
+    assert not is_good(schedule="mine.csv")
+    assert not is_good(schedule="gpipe", schedule_csv="0F0,0B0\n1F0,1B0\n")
 
 
 @pytest.mark.parametrize("schedule", ours.SCHEDULES)

@@ -178,3 +178,9 @@ def test_five_thousand_nodes_under_a_cap_stay_below_it() -> None:
     found = partition(costs, [rng.random() for _ in costs], list(range(1, 5000)), 8, memory=memory)
     ends = [*found.begins[1:], 5000]
     assert all(memory.stage_bytes(k, a, b) <= 110_000 for k, (a, b) in enumerate(zip(found.begins, ends, strict=True)))
+
+
+@pytest.mark.parametrize(("ranks", "num"), [((0, 0, 0, 1), 2), ((0, 1, 1), 2), ((0, 0, 1, 2, 2), 3)])
+def test_ranks_with_unequal_numbers_of_stages_are_balanced_too(ranks: tuple[int, ...], num: int) -> None:
+    found = partition([1.0] * 30, [0.0] * 30, list(range(1, 30)), len(ranks), speeds=[1.0] * num, ranks=ranks)
+    assert found.gap == 0.0
