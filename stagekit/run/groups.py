@@ -23,9 +23,9 @@ from stagekit.errors import BugError, PeerError
 from stagekit.run.agreement import exchange_text
 from stagekit.run.alarm import Alarm
 from stagekit.run.layout import TAG_CLOCK
-from stagekit.run.shm import ShmTransport
-from stagekit.run.shm_helper import Helper
-from stagekit.run.shm_setup import VARIABLE, connect
+from stagekit.run.shm.helper import Helper
+from stagekit.run.shm.setup import VARIABLE, connect
+from stagekit.run.shm.transport import ShmTransport
 from stagekit.run.transport import MixedTransport, NcclTransport, Transport, Work, gloo_transport, settle
 
 CLOCK_ROUNDS = 8

@@ -8,7 +8,7 @@ from torch import nn
 
 import stagekit
 from stagekit.plan.schedules.registry import NAMES
-from stagekit.run.shm_setup import VARIABLE
+from stagekit.run.shm.setup import VARIABLE
 from stagekit.testing import spawn
 
 WIDTH, CHUNKS, SEED = 8, 5, 4

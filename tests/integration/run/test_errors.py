@@ -11,7 +11,7 @@ from torch import nn
 import stagekit
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import RemoteError, ShapeError, StageError
-from stagekit.run.shm_setup import VARIABLE
+from stagekit.run.shm.setup import VARIABLE
 from stagekit.testing import spawn
 
 ROWS, CHUNKS = 12, 4

@@ -17,8 +17,8 @@ from torch import nn
 
 from stagekit.errors import PeerError, StagekitError, UserError
 from stagekit.run.groups import Groups
-from stagekit.run.shm_ring import CAPACITY, PIECE
-from stagekit.run.shm_setup import VARIABLE
+from stagekit.run.shm.ring import CAPACITY, PIECE
+from stagekit.run.shm.setup import VARIABLE
 from stagekit.run.transport import settle
 from stagekit.testing import spawn
 from tests.integration.run.scenarios import CHUNKS, batch, chain_run, gradients, modules, plain_loop

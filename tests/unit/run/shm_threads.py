@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from stagekit.run.shm_setup import connect
+from stagekit.run.shm.setup import connect
 
 
 def held():

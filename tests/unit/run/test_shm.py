@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from stagekit.run.shm_ring import CAPACITY, PIECE, SLOTS
+from stagekit.run.shm.ring import CAPACITY, PIECE, SLOTS
 from tests.unit.run.shm_threads import connected, held, on_all
 
 LARGE = CAPACITY + 3 * PIECE + 5  # bytes

@@ -3,7 +3,7 @@
 Each rank owns a memfd with a ring for every rank that sends to it. A ring has control words, each on a cache line of
 its own, SLOTS descriptors and CAPACITY bytes; a sender that finds its ring empty starts at the front again, so that
 small messages stay in the cache. Nothing is touched, hence no memory taken, where nothing is sent. Decides nothing about
-messages (stagekit.run.shm) nor who has a ring (stagekit.run.shm_setup).
+messages (outbox, inbox) nor who has a ring (setup).
 
 Note [Ordering]: a piece and its descriptor are stored before `WRITTEN`, and read after it; `FREED` is stored after the
 last read. x86-64 shows stores in their order and loads in theirs, and each word is one aligned store of eight bytes, so
@@ -18,19 +18,19 @@ import ctypes
 import mmap
 import os
 import platform
-import struct
 import sys
 
 CAPACITY = 8 << 20  # bytes; what does not fit waits at its sender
 SLOTS = 256
 PIECE = 256 << 10  # larger messages travel in pieces, so that both sides copy at once, in the cache
 NONCE_BYTES = 32
+LEFT = "the other side ended its run"
 
 # Control words by their index: pieces written and freed so far; the receiver sleeps; the sender has no room; who left.
 WRITTEN, FREED, ASLEEP, STALLED, SENDER_LEFT, RECEIVER_LEFT = range(0, 48, 8)
-SLOT = struct.Struct("4q")  # tag, bytes of the message, where the piece lies, bytes of the piece
+FIRST_SLOT = 64  # index of the first descriptor: tag, bytes of the message, where the piece lies, nothing
 _PAGE = 4096
-_SLOTS_AT, _DATA_AT = 512, 3 * _PAGE
+_DATA_AT = 3 * _PAGE
 RING_BYTES = _DATA_AT + CAPACITY
 
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # x86-64
@@ -95,9 +95,7 @@ class Ring:
 
     def __init__(self, memory: Memory, position: int) -> None:
         at = _PAGE + position * RING_BYTES
-        self.map = memory.map
-        self.words = memory.words[at // 8 : (at + _PAGE) // 8]
-        self.slots = at + _SLOTS_AT  # offset in the map
+        self.words = memory.words[at // 8 : (at + _DATA_AT) // 8]
         self.data = memory.base + at + _DATA_AT  # address
         self._futex = ctypes.c_void_p(memory.base + at + 8 * WRITTEN)
 

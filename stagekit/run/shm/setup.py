@@ -3,7 +3,7 @@
 Every rank makes its memory and tells the others where it is (`Card`); each tries to open what it was offered through
 /proc and reads the nonce back, so that a pair shares memory exactly where that works, whatever host names and namespaces
 say; then all tell what they reached, and a pair uses shared memory if both did. All ranks decide from the same words.
-What fails is a reason, never a crash. Moves nothing (stagekit.run.shm). Called by stagekit.run.groups.
+What fails is a reason, never a crash. Moves nothing. Called by stagekit.run.groups.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from stagekit.errors import UserError
-from stagekit.run.shm import Inbox, Outbox, ShmTransport
-from stagekit.run.shm_helper import Bell, Helper, Link
-from stagekit.run.shm_ring import NONCE_BYTES, Memory, Ring, refusal
+from stagekit.run.shm.helper import Bell, Helper, Link
+from stagekit.run.shm.inbox import Inbox
+from stagekit.run.shm.outbox import Outbox
+from stagekit.run.shm.ring import NONCE_BYTES, Memory, Ring, refusal
+from stagekit.run.shm.transport import ShmTransport
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 It sleeps until somebody writes to its bell (a pipe): this rank, because a send found no room or a receive was posted for a
 sender without room; a peer, because it made room, or has none. And it hears at once of a peer's death (pidfd). Small
-messages never need it. Decides nothing about messages (stagekit.run.shm). Made by stagekit.run.shm_setup.
+messages never need it. Decides nothing about messages (outbox, inbox). Made by stagekit.run.shm.setup.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stagekit.run.shm import LEFT, Inbox, Outbox
-from stagekit.run.shm_ring import RECEIVER_LEFT, SENDER_LEFT, Memory
+from stagekit.run.shm.inbox import Inbox
+from stagekit.run.shm.outbox import Outbox
+from stagekit.run.shm.ring import LEFT, RECEIVER_LEFT, SENDER_LEFT, Memory
 
 
 class Bell:

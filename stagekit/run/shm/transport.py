@@ -1,0 +1,27 @@
+"""The rings of one rank, in the shape of a c10d backend. Made by stagekit.run.shm.setup."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from stagekit.run.shm.inbox import Inbox
+from stagekit.run.shm.outbox import SENT, Outbox
+from stagekit.run.shm.ring import PIECE
+from stagekit.run.transport import Work
+
+
+class ShmTransport:
+    """The rings of one rank, in the shape of a c10d backend. For the thread that made it."""
+
+    def __init__(self, outboxes: dict[int, Outbox], inboxes: dict[int, Inbox], timeout_s: float) -> None:
+        self._outboxes, self._inboxes, self._timeout_s = outboxes, inboxes, timeout_s
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
+        (tensor,), outbox = tensors, self._outboxes[peer]
+        size = tensor.nbytes
+        if size <= PIECE and not outbox.pending and not outbox.lost and outbox.put(tag, size, tensor.data_ptr(), size):
+            return SENT
+        return outbox.send_in_pieces(tensor, tag, self._timeout_s)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
+        return self._inboxes[peer].post(tensors[0], tag)
