@@ -67,7 +67,7 @@ class Groups:
         is_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend(self._world))
         self.comm_device = device if is_nccl else torch.device("cpu")
         rows = [members[r * pipeline_ranks : (r + 1) * pipeline_ranks] for r in range(replicas)]
-        self._members = rows[self.replica]
+        self._members, self._num_replicas = rows[self.replica], replicas
         if pipeline_ranks > 1:
             self.pipeline = self._world if replicas == 1 else _new_group(self._members)
             self._transport = self._make_transport(is_nccl, device)
@@ -99,6 +99,7 @@ class Groups:
             mode=os.environ.get(VARIABLE, "auto"),
             refused=None if device.type == "cpu" else f"its tensors lie on {device.type}",
             timeout_s=backend.options._timeout.total_seconds(),
+            replicas=self._num_replicas,
         )
 
     def close(self) -> None:

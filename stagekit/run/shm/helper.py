@@ -7,6 +7,7 @@ messages never need it. Decides nothing about messages (outbox, inbox). Made by 
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from stagekit.run.shm.inbox import Inbox
 from stagekit.run.shm.outbox import Outbox
 from stagekit.run.shm.ring import LEFT, RECEIVER_LEFT, SENDER_LEFT, Memory
+
+log = logging.getLogger(__name__)
 
 
 class Bell:
@@ -77,6 +80,14 @@ class Helper:
         self._thread.start()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # whoever waits for this thread must not wait for ever
+            log.exception("the helper of shared memory failed")
+            for link in self._links.values():
+                link.fail(f"its helper failed: {type(error).__name__}: {error}")
+
+    def _serve(self) -> None:
         poll = select.poll()
         poll.register(self._bell_fd, select.POLLIN)
         peers = {link.pidfd: link for link in self._links.values()}

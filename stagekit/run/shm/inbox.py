@@ -86,13 +86,15 @@ class Inbox:
         received = Received()
         received.inbox, received.tensor = self, tensor
         self.is_inside = True
-        if self.is_helped or tag in self._early or tag in self._posted:
+        try:
+            is_plain = not (self.is_helped or tag in self._early or tag in self._posted)
+            if is_plain:
+                self._posted[tag] = received
+        finally:
             self.is_inside = False
+        if not is_plain:
             with self._lock:
                 self._post_with_care(received, tag)
-        else:
-            self._posted[tag] = received
-            self.is_inside = False
         words = self._words
         if words[WRITTEN] != self._taken and (words[STALLED] or tensor.nbytes > LARGE):
             self._call_helper()
@@ -176,7 +178,7 @@ class Inbox:
         for _ in self._spins:  # no call in it: a look at the clock would cost as much as the loop
             if words[WRITTEN] != seen:
                 return
-        deadline = monotonic() + self._timeout_s
+        deadline = float("inf")  # from the end of the first nap, most never see it
         self.ring.announce(ASLEEP)
         try:
             while True:
@@ -186,8 +188,10 @@ class Inbox:
                 if lost is not None:
                     raise RuntimeError(f"shared memory: {lost}")
                 self.ring.nap(seen)
-                if words[WRITTEN] == seen and monotonic() > deadline:
-                    raise RuntimeError(f"shared memory: nothing came within {self._timeout_s:.0f} s")
+                if words[WRITTEN] == seen:
+                    deadline = min(deadline, monotonic() + self._timeout_s)
+                    if monotonic() >= deadline:
+                        raise RuntimeError(f"shared memory: nothing came within {self._timeout_s:.0f} s")
         finally:
             words[ASLEEP] = 0
 

@@ -127,6 +127,8 @@ class Outbox:
     def push(self) -> None:
         """Bring in what pends, as far as there is room. Called by the helper only."""
         words = self._words
+        if self.lost is not None:  # and a send has queued since
+            self.fail(self.lost)
         while self.pending:
             sending = self.pending[0]
             if not self._put_piece(sending):

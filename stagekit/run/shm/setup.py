@@ -82,12 +82,20 @@ class _Attached:
 
 
 def connect(
-    rank: int, num_ranks: int, exchange: Exchange, *, mode: str, refused: str | None, timeout_s: float
+    rank: int,
+    num_ranks: int,
+    exchange: Exchange,
+    *,
+    mode: str,
+    refused: str | None,
+    timeout_s: float,
+    replicas: int = 1,
 ) -> tuple[ShmTransport | None, Helper | None, dict[int, str]]:
     """Return the transport of the peers that share memory with this rank, who has to close it, and the others' reasons.
 
-    Called on every rank of the pipeline alike. `mode`: what the user asks for; `refused`: why this rank can't. Raises
-    UserError, on every rank alike, for a mode that doesn't exist, or "shm" where some pair can't.
+    Called on every rank of the pipeline alike. `mode`: what the user asks for; `refused`: why this rank can't; `replicas`:
+    pipelines that may be on this host, too. Raises UserError, on every rank alike, for a mode that doesn't exist, or "shm"
+    where some pair can't.
     """
     offer, why = _make_offer(num_ranks, mode, refused)
     attached: dict[int, _Attached] = {}
@@ -111,7 +119,7 @@ def connect(
             log.debug("pipeline ranks %d and %d use gloo: %s", rank, peer, reason)
         if not attached or offer is None:
             return None, None, reasons
-        spins = _spins(sum(c.host == card.host for c in cards))
+        spins = _spins(replicas * sum(c.host == card.host for c in cards))
         transport, helper = _build(rank, offer, attached, spins, timeout_s)
         attached, taken = {}, offer
         offer = None
