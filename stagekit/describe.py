@@ -29,7 +29,10 @@ from stagekit.errors import ScheduleError, SplitError, StagekitError, UserError,
 from stagekit.graph.compile.compilers import check_backend
 from stagekit.load import check_evaluation, check_mode, load_program, schedule_file
 from stagekit.plan.plan import check_per_rank
+from stagekit.plan.planner.candidates import AUTO
+from stagekit.plan.planner.report import as_document
 from stagekit.plan.split import Balanced, check_split, split_of
+from stagekit.planning import Question, chunks_to_compare, compared, ranks_of
 from stagekit.run.allocator import keep_freed_memory
 
 
@@ -43,7 +46,9 @@ def plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> di
 def _plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> dict[str, Any]:
     program = load_program(spec["program"], spec["params"], source_dir)
     pipeline, seed = spec["pipeline"], spec["train"]["seed"]
-    program.chunks, program.replicas = pipeline["chunks"], pipeline["replicas"]
+    ranks = ranks_of(pipeline)
+    is_open, given = pipeline["chunks"] == AUTO, pipeline["chunks"]
+    program.chunks, program.replicas = ranks if is_open else given, pipeline["replicas"]
     check_evaluation(program, spec["train"].get("eval_every") or 0)
     if hasattr(program, "check_data"):
         program.check_data()
@@ -70,7 +75,9 @@ def _plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> d
         captured,
         loss_fn=getattr(program, "loss", None),
         stages=pipeline["stages"],
-        chunks=pipeline["chunks"],
+        chunks=chunks_to_compare(captured, ranks, ranks) if is_open else given,
+        example_chunks=program.chunks,
+        tables="modulo",
         schedule=pipeline["schedule"],
         split=split,
         stages_per_rank=per_rank,
@@ -83,7 +90,18 @@ def _plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> d
     )
     told = getattr(program, "warnings", ())  # hf: programs have some; of another class it may be anything
     warnings = [str(text) for text in told] if isinstance(told, list) and not spec["weights"] else []
-    return {"ok": True, "plan": json.loads(pipe.plan.to_json()), "picture": str(pipe.plan), "warnings": warnings}
+    document = {"ok": True, "plan": json.loads(pipe.plan.to_json()), "picture": str(pipe.plan), "warnings": warnings}
+    if not quick and pipe.plan.trains:
+        question = Question(
+            split,
+            pipeline["stages"],
+            None,
+            chunks=pipe.plan.num_chunks,
+            recompute=pipe.plan.recompute,
+            compiled=pipe.plan.compile != "eager",
+        )
+        document["ranking"] = as_document(pipe.ranking or compared(captured, question, pipe.plan))
+    return document
 
 
 _NEEDED = ("program", "params", "pipeline", "train", "init", "weights")
@@ -103,6 +121,8 @@ def _field_and_text(error: BaseException, spec: Mapping[str, Any]) -> tuple[str,
         return "pipeline.compile", text
     if isinstance(error, UserError) and (named := _NAMED.match(text)):
         return named[1], text[named.end() :].lstrip()
+    if isinstance(error, UserError) and text.startswith("chunks: "):
+        return "pipeline.chunks", text.removeprefix("chunks: ")
     if isinstance(error, SplitError) and "memory cap" in text:
         return "pipeline.balance.memory", text
     field = next((name for kind, name in _FIELDS.items() if isinstance(error, kind)), "program")

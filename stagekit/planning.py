@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,9 +26,10 @@ from stagekit.plan.costs import Costs, Link
 from stagekit.plan.decision import Decision
 from stagekit.plan.memory import in_units
 from stagekit.plan.plan import Plan, check_counts, check_per_rank, make_plan
-from stagekit.plan.planner.candidates import AUTO, Wish, schedules_for, stages_per_rank_up_to
-from stagekit.plan.planner.chain import Chain, Setting
-from stagekit.plan.planner.search import Begins, Ranking, rank_plans
+from stagekit.plan.planner.candidates import AUTO, Wish, chunk_counts, schedules_for, stages_per_rank_up_to
+from stagekit.plan.planner.chain import Chain, Setting, bound_of
+from stagekit.plan.planner.search import Begins, Ranking, priced_plan, rank_plans
+from stagekit.plan.schedules.registry import ranks_for
 from stagekit.plan.split import Balanced, Usage, parse_split
 
 _RATIOS_ONLY = Link(0.0, float("inf"), 0.0)  # counted costs say nothing of seconds
@@ -180,12 +182,59 @@ def answer(captured: Captured, question: Question, *, measured: bool = True) -> 
 
     Without `measured` costs are counted: the cut and the ranking are then rough.
     """
-    layout, wish, ranks = lay_out(captured), _balanced(question.split), question.open_on
+    ranks, given = question.open_on, question.stages_per_rank
     assert ranks is not None
+    subject = _measured(captured, question, ranks, measured=measured)
+    per_rank = (given,) if isinstance(given, int) else stages_per_rank_up_to(subject.num_cuts, ranks)
+    cuts = None if _is_balanced(question.split) else _cuts(captured, subject.layout, question, ranks, per_rank)
+    free = Wish(ranks, schedules_for(question.schedule, tables=question.tables), per_rank, question.counts)
+    ranking = rank_plans(subject.chains, free, subject.setting, cuts=cuts)
+    won, wish = ranking.winner, _balanced(question.split)
+    costs = subject.costs[won.candidate.chunks] if measured else {}
+    choice = Choice(won.begins, report(ranking, question, subject.how), costs)
+    if wish.speeds and measured:
+        speeds = [wish.speeds[rank] for rank in won.stage_ranks]
+        choice = dataclasses.replace(choice, costs=at_speeds(subject.layout, choice, speeds))
+    return Answer(ranking, choice)
+
+
+def compared(captured: Captured, question: Question, plan: Plan) -> Ranking:
+    """Return `plan`, all of whose numbers were given, ranked with what could run on as many ranks instead.
+
+    Costs are measured once more. Alternatives may have other schedules and stages per rank.
+    """
+    ranks = plan.num_ranks
+    subject = _measured(captured, question, ranks, measured=True)
+    positions = [subject.layout.position(stage.first_node) for stage in plan.model.stages]
+    begins = (0, *(position for position in positions[1:] if position is not None))
+    chosen = priced_plan(subject.chains[plan.num_chunks], plan, begins, subject.setting)
+    per_rank = stages_per_rank_up_to(subject.num_cuts, ranks)
+    cuts = None if _is_balanced(question.split) else _cuts(captured, subject.layout, question, ranks, per_rank)
+    wish = Wish(ranks, schedules_for(AUTO), per_rank, (plan.num_chunks,))
+    try:
+        others = rank_plans(subject.chains, wish, subject.setting, cuts=cuts)
+    except SplitError:
+        return Ranking((chosen,), (), bound_of(subject.chains[plan.num_chunks], plan.num_chunks, subject.setting))
+    rest = sorted((each for each in others.best if each.orders != chosen.orders), key=lambda each: each.step_s)
+    return Ranking((chosen, *rest), others.refused, others.bound_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A capture measured: its chain and costs at each chunk count."""
+
+    layout: Layout
+    how: str
+    num_cuts: int
+    costs: Mapping[int, Mapping[str, Cost]]
+    chains: Mapping[int, Chain]
+    setting: Setting
+
+
+def _measured(captured: Captured, question: Question, ranks: int, *, measured: bool) -> _Subject:
+    layout, wish = lay_out(captured), _balanced(question.split)
     how = "flops" if not measured and wish.costs == "measured" else wish.costs
     legal: Sequence[int] = block_begins(layout, 1) if wish.block_boundaries else layout.legal
-    given = question.stages_per_rank
-    per_rank = (given,) if isinstance(given, int) else stages_per_rank_up_to(len(legal), ranks)
     costs: dict[int, Mapping[str, Cost]] = {}
     chains: dict[int, Chain] = {}
     with torch.random.fork_rng(devices=[]):
@@ -194,7 +243,6 @@ def answer(captured: Captured, question: Question, *, measured: bool = True) -> 
             costs[chunks] = node_costs(sized, layout, how)
             held = footprint(sized, layout, optimizer_state=wish.optimizer_state, recompute=question.recompute)
             chains[chunks] = chain_of(sized, layout, costs[chunks], legal=legal, footprint=held)
-    cuts = None if _is_balanced(question.split) else _cuts(captured, layout, question, ranks, per_rank)
     setting = Setting(
         ranks,
         wish.speeds or (1.0,) * ranks,
@@ -203,13 +251,27 @@ def answer(captured: Captured, question: Question, *, measured: bool = True) -> 
         Link() if how == "measured" else _RATIOS_ONLY,
         wish.memory_bytes,
     )
-    free = Wish(ranks, schedules_for(question.schedule, tables=question.tables), per_rank, question.counts)
-    ranking = rank_plans(chains, free, setting, cuts=cuts)
-    won = ranking.winner
-    choice = Choice(won.begins, report(ranking, question, how), costs[won.candidate.chunks] if measured else {})
-    if wish.speeds and measured:
-        choice = dataclasses.replace(choice, costs=at_speeds(layout, choice, [wish.speeds[r] for r in won.stage_ranks]))
-    return Answer(ranking, choice)
+    return _Subject(layout, how, len(legal), costs, chains, setting)
+
+
+def ranks_of(pipeline: Mapping[str, Any]) -> int:
+    """Return the ranks of a job file's pipeline; of one whose schedule is a file, where that does not say otherwise."""
+    per_rank = pipeline["stages_per_rank"]
+    return ranks_for(pipeline["stages"], tuple(per_rank) if isinstance(per_rank, list) else per_rank)
+
+
+def chunks_to_compare(captured: Captured, given: int, ranks: int) -> tuple[int, ...]:
+    """Return chunk counts worth comparing for a batch of which the capture's example is one of `given` chunks.
+
+    Raises UserError for a model whose chunks can't be of other sizes.
+    """
+    batch = [symbol.example for symbol in captured.symbols.symbols if symbol.is_batch]
+    if not batch:
+        why = f": {captured.fixed[0].reason}" if captured.fixed else ""
+        raise UserError(
+            f"chunks: auto needs a model that takes chunks of other sizes than the example's{why}; write a number"
+        )
+    return chunk_counts(min(batch) * given, ranks)
 
 
 def at_chunks(captured: Captured, given: int, chunks: int) -> Captured:

@@ -22,13 +22,15 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     field_validator,
     model_validator,
 )
 
 from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
-from pipeapi.schedules import FORWARD, SCHEDULES, blocks_misfit, csv_misfit, is_file, misfit
+from pipeapi.schedules import AUTO, CHOSEN, FORWARD, SCHEDULES, blocks_misfit, csv_misfit, is_file, misfit
 from pipeapi.v1 import spec_pb2
 from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_duration, parse_size
 
@@ -47,6 +49,18 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 50), With
 SizeAboveZero = Annotated[int, BeforeValidator(parse_size), Field(ge=1, lt=1 << 50), WithJsonSchema(_SIZE_SCHEMA)]
 Seconds = Annotated[int, BeforeValidator(parse_duration), Field(ge=0, le=86_400), WithJsonSchema(_TIME_SCHEMA)]
 Timeout = Annotated[int, BeforeValidator(parse_duration), Field(ge=1, le=86_400), WithJsonSchema(_TIME_SCHEMA)]
+
+
+def _chosen_or_count(value: object, handler: ValidatorFunctionWrapHandler) -> int:
+    return CHOSEN if value == AUTO else int(handler(value))
+
+
+Chunks = Annotated[
+    int,
+    Field(ge=1, le=65_536),
+    WrapValidator(_chosen_or_count),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 65_536}, {"const": AUTO}]}),
+]
 
 
 class _Strict(BaseModel):
@@ -91,9 +105,15 @@ class Pipeline(_Strict):
     )
     replicas: int = Field(1, ge=1, le=4096, description="data-parallel copies of the whole pipeline")
     schedule: str = Field(
-        "1f1b", description="one of: " + ", ".join(SCHEDULES) + "; or a .csv file, looked for beside the job file"
+        "1f1b",
+        description="one of: "
+        + ", ".join(SCHEDULES)
+        + "; auto: the fastest on measured costs that fits balance.memory (of "
+        "those without a V); or a .csv file, looked for beside the job file",
     )
-    chunks: int = Field(8, ge=1, le=65_536, description="parts that a batch is split into (microbatches)")
+    chunks: Chunks = Field(
+        8, description="parts that a batch is split into (microbatches); auto: chosen together with the cut"
+    )
     split: str | list[str] = Field(
         "balanced",
         description="balanced[:measured|flops|bytes] | parameters | layers | bucket:SIZE, or the module paths where stages begin",
@@ -109,7 +129,7 @@ class Pipeline(_Strict):
     @field_validator("schedule")
     @classmethod
     def _known_schedule(cls, value: str) -> str:
-        return value if is_file(value) else _one_of(value, SCHEDULES)
+        return value if is_file(value) else _one_of(value, (*SCHEDULES, AUTO))
 
     @field_validator("split")
     @classmethod
@@ -571,7 +591,7 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
             "replicas": pipeline.replicas,
             "schedule": pipeline.schedule,
             "schedule_csv": pipeline.schedule_csv or None,
-            "chunks": pipeline.chunks,
+            "chunks": pipeline.chunks or AUTO,
             "split": list(pipeline.split_at) or pipeline.split,
             "balance": _balance(pipeline),
             "buckets": {"cap": pipeline.bucket_cap_bytes, "first": pipeline.bucket_first_cap_bytes},

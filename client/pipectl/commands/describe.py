@@ -43,12 +43,14 @@ def show(job: jobs_pb2.Job) -> None:
         ("Program", job.spec.program),
         (
             "Pipeline",
-            f"{pipeline.stages} stages × {pipeline.replicas} replicas, {pipeline.schedule}, {pipeline.chunks} chunks",
+            f"{pipeline.stages} stages × {pipeline.replicas} replicas, {pipeline.schedule}, {pipeline.chunks or 'auto'} chunks",
         ),
         ("Training", f"{train.steps} steps, seed {train.seed}"),
     ]
     if job.plan.stages:
         plan = job.plan
+        if pipeline.schedule == "auto" or not pipeline.chunks:
+            facts.append(("Chosen", f"{plan.schedule}, {plan.num_chunks} chunks"))
         facts.append(
             ("Expected", f"{plan.expected_step_s * 1e3:.1f} ms a step, bubble {plan.expected_bubble_ratio:.1%}")
         )

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 
 ONE_PER_RANK = ("1f1b", "eager-1f1b", "zb-h1", "zb-h2")
+AUTO = "auto"  # the worker that plans takes the fastest, on costs that it measures
+CHOSEN = 0  # a number of chunks that is chosen likewise
 V_SHAPED = ("zb-v", "v-half", "dualpipe-v")  # two per rank: up the ranks and down again
 MAX_STAGES = 4096
 SCHEDULES = (
@@ -20,8 +22,8 @@ SCHEDULES = (
 
 
 def misfit(schedule: str, stages: int, stages_per_rank: int, chunks: int) -> tuple[str, str] | None:
-    """Return the field that doesn't suit `schedule` and what would do; None where all fit. The counts are at least 1 and
-    `stages_per_rank` divides `stages`.
+    """Return the field that doesn't suit `schedule` and what would do; None where all fit. The counts are at least 1 (or
+    `chunks` CHOSEN) and `stages_per_rank` divides `stages`.
     """
     ranks = stages // stages_per_rank
     if schedule in V_SHAPED and stages_per_rank != 2:
@@ -37,7 +39,9 @@ def misfit(schedule: str, stages: int, stages_per_rank: int, chunks: int) -> tup
             f"is {stages_per_rank}, but {schedule} runs 1 stage on each rank; write stages_per_rank: 1, or schedule: "
             "interleaved",
         )
-    if schedule == "dualpipe-v" and chunks < 2 * ranks:
+    if schedule == "forward" and chunks == CHOSEN:
+        return "chunks", "is auto, which compares training steps, but schedule is forward; write a number"
+    if schedule == "dualpipe-v" and chunks != CHOSEN and chunks < 2 * ranks:
         return (
             "chunks",
             f"is {chunks}, but dualpipe-v on {ranks} ranks needs at least {2 * ranks}; write chunks: {2 * ranks}, or "
@@ -83,7 +87,7 @@ def csv_misfit(text: str, stages: int, per_rank: Sequence[int], chunks: int) -> 
     if stages != len(table):
         return "stages", f"is {stages}, but the schedule file has {len(table)}; write stages: {len(table)}"
     if chunks != chunks_there:
-        return "chunks", f"is {chunks}, but the schedule file has {chunks_there}; write chunks: {chunks_there}"
+        return "chunks", f"is {chunks or AUTO}, but the schedule file has {chunks_there}; write chunks: {chunks_there}"
     if per_rank and tuple(per_rank) != counts:
         return "stages_per_rank", f"is {list(per_rank)}, but the schedule file has {list(counts)}; leave it out"
     return None
@@ -95,6 +99,9 @@ def blocks_misfit(schedule: str, stages: int, per_rank: Sequence[int], chunks: i
         told = (
             f"is {list(per_rank)}, which adds up to {sum(per_rank)}, but stages is {stages}; give each rank at least 1"
         )
+        return "stages_per_rank", told
+    if schedule == AUTO or chunks == CHOSEN:
+        told = f"is {list(per_rank)}, but what chooses a schedule or chunks takes one number for all ranks; write one"
         return "stages_per_rank", told
     if schedule in V_SHAPED and tuple(per_rank) == (2,):
         return misfit(schedule, stages, 2, chunks)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from piped.core.model import JobSpec
-from piped.core.schedules import SCHEDULES, blocks_misfit, csv_misfit, is_file, misfit
+from piped.core.schedules import AUTO, CHOSEN, SCHEDULES, blocks_misfit, csv_misfit, is_file, misfit
 from piped.errors import FieldViolation, SpecError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -81,6 +81,8 @@ def _pipeline_violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
         "replicas": spec.replicas,
         "chunks": spec.chunks,
     }
+    if spec.chunks == CHOSEN:
+        del counts["chunks"]
     for name, value in counts.items():
         if value < 1:
             yield f"pipeline.{name}", f"is {value}; it must be at least 1"
@@ -90,8 +92,11 @@ def _pipeline_violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
             f"{spec.schedule!r}: a schedule file is named *.csv, and its text comes along with the job",
         )
         return
-    if not spec.schedule_csv and spec.schedule not in SCHEDULES:
-        yield "pipeline.schedule", f"{spec.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}, or a .csv file"
+    if not spec.schedule_csv and spec.schedule not in (*SCHEDULES, AUTO):
+        yield (
+            "pipeline.schedule",
+            f"{spec.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}, auto, or a .csv file",
+        )
     if min(counts.values()) < 1:
         return
     if unfit := _own_table_misfit(spec):

@@ -30,7 +30,9 @@ from stagekit.errors import BugError, UserError
 from stagekit.graph.compile.compilers import AUTO
 from stagekit.load import check_batch, check_evaluation, check_mode, load_program, schedule_file
 from stagekit.plan.decision import Decision, decision_of
+from stagekit.plan.planner.candidates import AUTO as AUTO_CHUNKS
 from stagekit.plan.split import split_of
+from stagekit.planning import chunks_to_compare, ranks_of
 from stagekit.program import Batch
 from stagekit.run import checkpoint
 from stagekit.run.allocator import keep_freed_memory
@@ -139,6 +141,9 @@ def _load(job: Assignment) -> Any:
 def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipeline:
     """Capture the model; on rank 0 plan it and publish the plan, elsewhere repeat the published cut."""
     pipeline, seed = job.spec["pipeline"], int(job.spec["train"]["seed"])
+    ranks, is_open = ranks_of(pipeline), pipeline["chunks"] == AUTO_CHUNKS
+    if is_open:
+        program.chunks = ranks  # until they are chosen: chunks of any size make the same graph
     args, kwargs = program.example_inputs()
     schedule = schedule_file(pipeline, job.folder)
     scores = check_mode(program, schedule)
@@ -157,7 +162,9 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
     )
     options = {
         "stages": pipeline["stages"],
-        "chunks": pipeline["chunks"],
+        "chunks": chunks_to_compare(captured, ranks, ranks) if is_open and is_planner else program.chunks,
+        "example_chunks": program.chunks,
+        "tables": "modulo",  # the coordinator has named each rank's stages
         "schedule": schedule,
         "split": split_of(pipeline),
         "stages_per_rank": pipeline["stages_per_rank"],
@@ -172,6 +179,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
     if is_planner:
         pipe = plan_pipeline(captured, **options)
         plan = pipe.plan
+        program.chunks = plan.num_chunks
         (job.folder / "plan.json").write_text(plan.to_json())
         if plan.compile != AUTO:  # else once the stages are timed: a plan is told once
             link.send("plan", plan=plan_summary(plan))
@@ -182,6 +190,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         return pipe
     published = json.loads(store.get("plan"))
     pipe = plan_pipeline(captured, **options, decided=Decision.from_json(published["decision"]))
+    program.chunks = pipe.plan.num_chunks
     if pipe.plan.fingerprint != published["fingerprint"]:
         raise UserError(
             f"rank {job.rank} captured another graph ({pipe.plan.fingerprint}) than rank 0 ({published['fingerprint']}); "

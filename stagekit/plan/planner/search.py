@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stagekit.errors import ScheduleError, SplitError
-from stagekit.plan.actions import Op
+from stagekit.plan.actions import COMPUTE, Op
 from stagekit.plan.costs import Costs
 from stagekit.plan.forecast import forecast
 from stagekit.plan.lowering import receive_window
 from stagekit.plan.memory import Memory, in_units
 from stagekit.plan.partition import partition
+from stagekit.plan.plan import Plan
 from stagekit.plan.planner.candidates import Candidate, Outcome, Wish
 from stagekit.plan.planner.chain import Chain, Setting, bound_of, bytes_of, costs_of
 from stagekit.plan.planner.tune import Budget, tuned
@@ -188,6 +189,16 @@ class _Search:
             return found
         tighter = self._priced(candidate, chain, begins, found.stage_ranks)
         return min(found, tighter, key=lambda each: each.peak_bytes)
+
+
+def priced_plan(chain: Chain, plan: Plan, begins: Begins, setting: Setting) -> Outcome:
+    """Return a plan that is made already as an outcome, at the prices of `chain`."""
+    per_rank = plan.stages_per_rank if isinstance(plan.stages_per_rank, int) else max(plan.stages_per_rank)
+    told = Candidate(plan.schedule, per_rank, plan.num_chunks, plan.memory_limit)
+    orders = tuple(tuple(action for action in row if action.op in COMPUTE) for row in plan.actions)
+    costs = costs_of(chain, begins, plan.stage_ranks, setting)
+    held = bytes_of(chain, begins, plan.stage_ranks, orders)
+    return _simulated(Outcome(told, begins, plan.stage_ranks, costs, orders, rank_bytes=held), Transport.RENDEZVOUS)
 
 
 def orders_of(candidate: Candidate, stage_ranks: tuple[int, ...], costs: Costs) -> Orders:

@@ -109,6 +109,31 @@ def test_the_longest_job_fits_into_the_line_that_starts_a_rank(tmp_path):
     start_message(attempt, attempt.ranks[0], AttemptDir(tmp_path, 1), place)
 
 
+AUTO_JOBS = [
+    ("auto", 1, "auto", True), ("auto", 2, 8, True), ("auto", 4, "auto", True), ("1f1b", 1, "auto", True), ("zb-v", 2, "auto", True),
+    ("dualpipe-v", 2, "auto", True), ("zb-v", 1, "auto", False), ("1f1b", 2, "auto", False), ("auto", [3, 1], 8, False),
+    ("gpipe", [3, 1], "auto", False), ("forward", 1, "auto", False), ("automatic", 1, 8, False), ("auto", 3, 8, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "per_rank", "chunks", "fits"), AUTO_JOBS)
+def test_both_take_the_same_jobs_that_leave_a_choice(schedule, per_rank, chunks, fits):
+    pipeline = {"stages": 4, "stages_per_rank": per_rank, "schedule": schedule, "chunks": chunks}
+    raw = text().replace(b"{stages: 2}", json.dumps(pipeline).encode())
+    try:
+        job = jobspec.load_text(raw, "job.yaml")
+    except jobspec.SpecError:
+        assert not fits
+    else:
+        message = jobspec.to_proto(job, environ={})
+        assert fits and jobspec.to_dict(message)["pipeline"]["chunks"] == chunks
+        assert jobspec.from_proto(message) == job
+    listed = tuple(per_rank) if isinstance(per_rank, list) else ()
+    number = chunks if isinstance(chunks, int) else 0
+    wanted = {"stages": 4, "stages_per_rank": 1 if listed else per_rank, "stages_of_ranks": listed}
+    assert is_good(schedule=schedule, chunks=number, **wanted) == fits
+
+
 def test_client_coordinator_and_library_know_the_same_schedules():
     assert ours.SCHEDULES == theirs.SCHEDULES == NAMES_THAT_RUN
 

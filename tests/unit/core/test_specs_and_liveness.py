@@ -14,7 +14,7 @@ from tests.unit.core.build import spec
         ({"name": "Bad Name"}, "name", "is no job name"),
         ({"program": "gpt.py"}, "program", "module:Class"),
         ({"stages": 0}, "pipeline.stages", "at least 1"),
-        ({"chunks": 0}, "pipeline.chunks", "at least 1"),
+        ({"chunks": -1}, "pipeline.chunks", "at least 1"),
         ({"schedule": "dance"}, "pipeline.schedule", "gpipe, 1f1b"),
         ({"schedule": "zb-v"}, "pipeline.stages_per_rank", "write stages_per_rank: 2"),
         ({"schedule": "dualpipe-v", "stages": 8, "stages_per_rank": 2, "chunks": 7}, "pipeline.chunks", "chunks: 8"),
