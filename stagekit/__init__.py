@@ -11,6 +11,7 @@ _HOMES = {
     "PipelineStage": "stagekit.api",
     "Context": "stagekit.api",
     "init": "stagekit.api",
+    "GradScaler": "stagekit.run.scaler",
     "Balanced": "stagekit.plan.split",
     "Split": "stagekit.graph.capture.specs",
     "Replicate": "stagekit.graph.capture.specs",

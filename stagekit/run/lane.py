@@ -135,7 +135,14 @@ class Lane:
     # ---- a step
 
     def begin(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, *, number: int, keep_output: bool
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        *,
+        number: int,
+        keep_output: bool,
+        loss_scale: float = 1.0,
     ) -> Executor:
         """Agree on the batch and hand it out; the executor is ready to run its list."""
         leaves = self._flatten(args, kwargs)
@@ -153,6 +160,7 @@ class Lane:
         self._begin_inputs(leaves, target, header)
         if self._loss is not None:
             self._loss.begin()
+            self._loss.scale = loss_scale
         sizes = chunk_sizes(header.rows, self._num_chunks)
         shapes, seed = self._chunk_shapes(sizes, header), self.options.seed
         executor.begin(

@@ -48,6 +48,7 @@ class LossRunner:
         self._leaves = tuple(
             (None, leaf.constant) if leaf.value is None else (names.index(leaf.value), None) for leaf in spec.outputs
         )  # per leaf of the model's output: its position in the last stage's outputs, or its constant
+        self.scale = 1.0  # of the gradient alone; losses are told as they are
         self._seed_scales: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
         self.begin()
 
@@ -123,7 +124,7 @@ class LossRunner:
         weight = self.weights[chunk]
         if weight == 0.0:
             return root, None
-        key = (weight / (self._total or self.total_weight()), root.dtype, root.device, root.shape)
+        key = (self.scale * weight / (self._total or self.total_weight()), root.dtype, root.device, root.shape)
         if key not in self._seed_scales:
             if len(self._seed_scales) > 64:
                 self._seed_scales.clear()  # weights that are counts of tokens differ from step to step

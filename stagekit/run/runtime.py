@@ -90,6 +90,7 @@ class Run:
         self._evaluation: Lane | None = None
         self.step_number = 0
         self.keep_output = True
+        self.loss_scale = 1.0  # gradients come multiplied by it, see stagekit.GradScaler
         self.groups.barrier()
         self.clock_offset_ns = self.groups.measure_clock()
         self.clock_base_ns = self.groups.share_clock_base()
@@ -110,6 +111,14 @@ class Run:
             self.executor.run_list()
         return self.end_step()
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Steps inside are not summed over replicas and ties; the first one outside sums theirs with its own.
+
+        To accumulate gradients over steps at the price of one sum. Every rank enters it alike. A step inside raises
+        UserError where gradients are there that were summed already.
+        """
+        return self._sums.unsynchronised()
+
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
         try:
@@ -124,7 +133,14 @@ class Run:
 
     def begin_step(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
         """Agree on the batch and hand it out; then `perform_chunk` or the whole list, then `end_step`."""
-        self._lane.begin(args, kwargs, target, number=self.step_number, keep_output=self.keep_output)
+        self._lane.begin(
+            args,
+            kwargs,
+            target,
+            number=self.step_number,
+            keep_output=self.keep_output,
+            loss_scale=self.loss_scale,
+        )
         self._sums.attach(self.executor.recorder)
         self._sums.begin()
         self._states = [(state, state.detach().clone()) for state in self._written]
