@@ -160,7 +160,7 @@ def check(cases: list[Case]) -> None:
         each = [ranks[r * num_ranks : (r + 1) * num_ranks] for r in range(replicas)]
         whole = [{name: t for rank in row for name, t in rank[index].items()} for row in each]
         for name, value in expected[case.option].items():
-            torch.testing.assert_close(whole[0][name], value, rtol=1e-6, atol=1e-6, msg=lambda m: f"{case} {name}: {m}")
+            torch.testing.assert_close(whole[0][name], value, rtol=1e-6, atol=1e-6, msg=f"{case} {name}")
             assert all(torch.equal(whole[0][name], other[name]) for other in whole), (case, name)
 
 
