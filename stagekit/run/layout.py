@@ -89,13 +89,18 @@ def concrete(tensor: TensorSpec, symbols: Mapping[str, int]) -> Shape:
 
 
 class ChunkShapes:
-    """Shape of every edge for one chunk size, by value name; `contiguous` holds those that need no wire view."""
+    """Shape of every edge for one chunk size, by value name; `contiguous` holds those that need no wire view.
+
+    Complex values do: they may be conjugated only in name.
+    """
 
     def __init__(self, spec: ModelSpec, symbols: Mapping[str, int]) -> None:
         self.symbols = dict(symbols)
         self.edges = {edge.value: concrete(edge.tensor, symbols) for edge in spec.edges}
         self.contiguous = {
-            value for value, (shape, stride, _) in self.edges.items() if stride == contiguous_stride(shape)
+            value
+            for value, (shape, stride, dtype) in self.edges.items()
+            if stride == contiguous_stride(shape) and not dtype.is_complex
         }
 
 

@@ -99,7 +99,11 @@ def settle(work: Work, peer: int) -> None:
 
 
 def wire_view(tensor: Tensor) -> Tensor:
-    """Return a contiguous view of the dense storage of `tensor`: itself where it is contiguous, else flat."""
+    """Return a contiguous view of the dense storage of `tensor`: itself where it is contiguous, else flat.
+
+    Of one that is conjugated or negated only in name a copy in which it is: bytes travel, such marks don't.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor
     return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())

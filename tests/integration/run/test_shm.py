@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import stagekit
 from stagekit.errors import PeerError, StagekitError, UserError
 from stagekit.run.groups import Groups
 from stagekit.run.shm.ring import CAPACITY, PIECE
@@ -145,12 +146,44 @@ def dies(rank, report):
                 file.write(f"{error.peer_rank} {monotonic() - begun:.3f} {error}\n")
 
 
+class Spectrum(nn.Module):
+    """What crosses the cut is a conjugate, which torch only marks as one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), OfImaginary(8, 8)
+
+    def forward(self, x):
+        return self.second(torch.fft.fft(self.first(x)).conj())
+
+
+class OfImaginary(nn.Linear):
+    def forward(self, z):
+        return super().forward(z.imag)
+
+
+def mean_square(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def conjugates(rank, mode):
+    os.environ[VARIABLE] = mode
+    x, target = batch()
+    run = stagekit.pipeline(
+        Spectrum, (x[:4],), loss_fn=mean_square, stages=2, chunks=3, split=["second"], seed=3
+    ).deploy()  # fmt: skip
+    loss = run.step(x, target=target).loss
+    torch.manual_seed(3)
+    return loss, mean_square(Spectrum()(x), target).item()
+
+
 def two_ranks(rank):
     """All that two ranks show, in one pair of processes."""
     return {
         "whole": random_messages(rank),
         "left": what_runs_leave(rank),
         "stopped": stops_for_a_while(rank),
+        "conjugates": [conjugates(rank, mode) for mode in ("gloo", "shm")],
     }
 
 
@@ -186,6 +219,12 @@ def test_whoever_waits_for_a_neighbour_hears_at_once_that_it_was_killed(tmp_path
         peer, seconds, text = line.split(" ", 2)
         assert peer == "1" and float(seconds) < 1.0
         assert text == "transfer with pipeline rank 1: shared memory: the process of pipeline rank 1 is gone"
+
+
+def test_a_conjugate_arrives_as_one(two):
+    for found in two:
+        for loss, plain in found["conjugates"]:
+            assert loss == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
