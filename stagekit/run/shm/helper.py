@@ -11,7 +11,7 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stagekit.run.shm.inbox import Inbox
@@ -72,8 +72,14 @@ class Link:
 class Helper:
     """One thread per rank."""
 
-    def __init__(self, memory: Memory, bell_fd: int, bell: Bell, links: Mapping[int, Link]) -> None:
-        """Own `memory` (this rank's), both ends of its bell, and the links. `bell_fd` must not block."""
+    def __init__(
+        self, memory: Memory, bell_fd: int, bell: Bell, links: Mapping[int, Link], forget: Callable[[], None]
+    ) -> None:
+        """Own `memory` (this rank's), both ends of its bell, and the links. `bell_fd` must not block.
+
+        `forget` is called before any of it is given back.
+        """
+        self._forget = forget
         self._memory, self._bell_fd, self._bell, self._links = memory, bell_fd, bell, links
         self._owner, self._is_over = os.getpid(), False
         self._thread = threading.Thread(target=self._run, name="stagekit shared memory", daemon=True)
@@ -111,6 +117,7 @@ class Helper:
         if self._is_over or os.getpid() != self._owner:
             return
         self._is_over = True
+        self._forget()
         self._bell.ring()
         self._thread.join()
         for link in self._links.values():

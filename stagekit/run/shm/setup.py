@@ -22,7 +22,7 @@ from stagekit.run.shm.helper import Bell, Helper, Link
 from stagekit.run.shm.inbox import Inbox
 from stagekit.run.shm.outbox import Outbox
 from stagekit.run.shm.ring import NONCE_BYTES, Memory, Ring, refusal
-from stagekit.run.shm.transport import ShmTransport
+from stagekit.run.shm.transport import Peers, ShmTransport
 
 log = logging.getLogger(__name__)
 
@@ -233,6 +233,12 @@ def _build(
         outbox = Outbox(Ring(theirs.memory, rank), call_helper, call_peer)
         inbox = Inbox(Ring(offer.memory, peer), call_helper, call_peer, spins, timeout_s)
         links[peer] = Link(peer, theirs.memory, theirs.bell, theirs.pidfd, outbox, inbox)
-    helper = Helper(offer.memory, offer.bell_fd, offer.bell, links)
-    outboxes, inboxes = {p: link.outbox for p, link in links.items()}, {p: link.inbox for p, link in links.items()}
+    outboxes = Peers({peer: link.outbox for peer, link in links.items()})
+    inboxes = Peers({peer: link.inbox for peer, link in links.items()})
+
+    def forget() -> None:
+        outboxes.clear()
+        inboxes.clear()
+
+    helper = Helper(offer.memory, offer.bell_fd, offer.bell, links, forget)
     return ShmTransport(outboxes, inboxes, timeout_s), helper

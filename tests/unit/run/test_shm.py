@@ -220,6 +220,15 @@ def test_a_rank_that_waits_hears_that_the_other_one_ended():
     helper.close()
 
 
+def test_a_closed_run_says_so():
+    made = connected(2)
+    for transport, helper, _ in made:
+        helper.close()
+        for transfer in (transport.send, transport.recv):
+            with pytest.raises(RuntimeError, match="this run was closed"):
+                transfer([torch.empty(1)], 0, 1)
+
+
 def test_closing_gives_back_every_descriptor_and_thread():
     before = held()
     made = connected(3)
