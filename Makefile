@@ -19,6 +19,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python tests/bench/pipeline.py
 	$(BIN)/python tests/bench/partition.py
 	$(BIN)/python tests/bench/compile.py
+	$(BIN)/python tests/bench/predict.py
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest tests -m soak

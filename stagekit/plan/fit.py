@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from stagekit.errors import UserError
 from stagekit.plan.actions import COMPUTE, Action, Op
 from stagekit.plan.costs import Costs
-
-_WAITED_S = 20e-6  # a consumer that waited for less may have found its message there
 
 
 class Timed(NamedTuple):
@@ -57,7 +55,7 @@ def fit_costs(
     *,
     halves: Sequence[tuple[float, float]] = (),
 ) -> Costs:
-    """Return the typical cost of each stage's F and B and of a hop, out of `steps[number][rank]`.
+    """Return the mean cost of each stage's F and B and of a hop, out of `steps[number][rank]`: a step sums many.
 
     An action costs its rank the time until the next one begins or begins to wait: with the transfers around it. `halves`:
     per stage the shares of a full backward that I and W take, where it can be parted; by default I is all of it. Raises
@@ -76,15 +74,15 @@ def fit_costs(
                     f"stage {stage} ran no full {'forward' if is_forward else 'backward'} in the recorded steps; fit costs to "
                     "steps of a schedule with whole backwards, such as gpipe"
                 )
-    forward = tuple(median(took[True, stage]) for stage in range(num))
-    backward = tuple(median(took[False, stage]) for stage in range(num))
+    forward = tuple(fmean(took[True, stage]) for stage in range(num))
+    backward = tuple(fmean(took[False, stage]) for stage in range(num))
     shares = halves or [(1.0, 0.0)] * num
     hops = [seconds for ranks in steps for seconds in _hops(ranks, stage_ranks)]
     return Costs(
         forward,
         tuple(whole * early for whole, (early, _) in zip(backward, shares, strict=True)),
         tuple(whole * late for whole, (_, late) in zip(backward, shares, strict=True)),
-        median(hops) if hops else 0.0,
+        fmean(hops) if hops else 0.0,
         backward=backward,
     )
 
@@ -101,7 +99,7 @@ def _occupied(row: Sequence[Timed]) -> Iterator[tuple[tuple[bool, int], float]]:
 
 
 def _hops(ranks: Sequence[Sequence[Timed]], stage_ranks: Sequence[int]) -> Iterator[float]:
-    """Yield how long after its maker's end each consumer began that had waited for it."""
+    """Yield how long after its maker's end each consumer began that was waiting by then."""
     ends = {
         (timed.action.op is Op.F, timed.action.stage, timed.action.chunk): timed.end_s
         for row in ranks
@@ -112,8 +110,8 @@ def _hops(ranks: Sequence[Sequence[Timed]], stage_ranks: Sequence[int]) -> Itera
         for timed in row:
             op, stage, chunk, _ = timed.action
             maker = stage - 1 if op is Op.F else stage + 1
-            if op not in (Op.F, Op.B) or not 0 <= maker < len(stage_ranks) or timed.wait_s < _WAITED_S:
+            if op not in (Op.F, Op.B) or not 0 <= maker < len(stage_ranks) or stage_ranks[maker] == stage_ranks[stage]:
                 continue
             made = ends.get((op is Op.F, maker, chunk))
-            if made is not None and stage_ranks[maker] != stage_ranks[stage]:
-                yield max(0.0, timed.start_s - made)
+            if made is not None and timed.start_s - timed.wait_s <= made <= timed.start_s:
+                yield timed.start_s - made

@@ -50,3 +50,9 @@ def test_a_backward_is_parted_by_the_given_shares():
 def test_a_stage_that_ran_no_whole_backward_is_named():
     with pytest.raises(UserError, match=r"stage 0 ran no full backward .* such as gpipe"):
         fit_costs([recorded("zb-h1")], (0, 1, 2, 3))
+
+
+def test_a_consumer_that_found_its_message_there_tells_nothing_of_the_hop():
+    rows = recorded("gpipe")
+    late = [timed._replace(wait_s=0.03) if timed.wait_s == 0.0 else timed for timed in rows[1]]  # what a look costs
+    assert fit_costs([[rows[0], late, *rows[2:]]], (0, 1, 2, 3)).hop == pytest.approx(COSTS.hop)
