@@ -60,6 +60,7 @@ def test_stages_on_two_hosts_train_over_the_data_address(fleet):
         "source": str(PROGRAMS),
         "pipeline": {"stages": 4, "chunks": 4},
         "train": {"steps": 5},
+        "env": {"STAGEKIT_TRANSPORT": "gloo"},  # under one kernel they would share memory, not the wire
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(spec))
     done = pipectl("submit", "--no-check", "--wait", str(folder / "job.yaml"))
