@@ -57,3 +57,32 @@ def test_measuring_leaves_generators_and_weighs_large_operations_more() -> None:
     linears = [node.name for node in nodes if "linear" in str(node.target)]
     small, large = (costs[name] for name in linears)  # 4,096 times the work: far beyond the noise of a loaded machine
     assert large.forward_s > small.forward_s and large.backward_s > small.backward_s
+
+
+def test_a_backward_is_measured_in_halves_where_the_weight_can_wait_and_only_there() -> None:
+    nodes = [node for node in lay_out(captured()).nodes if node in lay_out(captured()).work]
+    for how in ("measured", "flops", "bytes"):
+        costs = measure(captured(), nodes, how)
+        halved = {node.name for node in nodes if costs[node.name].halves is not None}
+        assert halved == {node.name for node in nodes if "linear" in str(node.target)}
+        for name in halved:
+            early, late = costs[name].halves or (0.0, 0.0)
+            assert early > 0 and late > 0
+    stage = captured().cut("layers", 1).spec.stages[0]
+    assert stage.weight_grad_s > 0 and stage.input_grad_s > 0
+
+
+def test_a_weight_that_another_operation_of_its_stage_reads_does_not_wait() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.relu(self.one(x)))
+
+    tied = capture(Tied, (torch.zeros(4, 8),), check=False)
+    together, (first, second) = tied.cut("balanced", 1).spec.stages[0], tied.cut(["two"], 2).spec.stages
+    assert together.weight_grad_s == 0 and together.input_grad_s == together.backward_s
+    assert first.weight_grad_s > 0 and second.weight_grad_s > 0

@@ -1,0 +1,100 @@
+"""What may be left open, told in words where it can't be; the example's size follows the chunk count."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stagekit.errors import SplitError, UserError
+from stagekit.graph.capture.capture import Captured, capture
+from stagekit.plan.split import Balanced
+from stagekit.planning import Question, answer, at_chunks, chunks_to_compare, cut_for, open_ranks
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x
+
+
+@functools.cache
+def captured() -> Captured:
+    return capture(Model, (torch.zeros(8, 16),), check=False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "per_rank", "ranks", "found"),
+    [("1f1b", 4, 1, None, None), ("auto", 4, 1, None, 4), ("auto", 4, 2, None, 2), ("gpipe", None, "auto", 3, 3)],
+)
+def test_the_ranks_follow_from_what_is_given(
+    schedule: str, stages: int | None, per_rank: Any, ranks: int | None, found: int | None
+) -> None:
+    assert open_ranks(schedule, stages, per_rank, ranks) == found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "per_rank", "ranks", "told"),
+    [
+        ("1f1b", None, 1, None, 'give stages, or ranks together with stages_per_rank="auto"'),
+        ("1f1b", 4, 1, 4, "give stages, or ranks"),
+        ("auto", 4, "auto", None, "give ranks, not stages"),
+        ("auto", 4, "auto", 4, "give ranks, not stages"),
+        ("auto", 4, [2, 2], None, 'schedule="auto" takes a whole number, or "auto"'),
+        ("auto", 0, 1, None, "stages is 0; give a whole number of at least 1"),
+        ("auto", None, "auto", True, "ranks is True; give a whole number"),
+        ("auto", 4, 3, None, "stages 4, stages_per_rank 3"),
+    ],
+)
+def test_counts_that_leave_the_ranks_open_or_say_them_twice_are_refused(
+    schedule: str, stages: Any, per_rank: Any, ranks: Any, told: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        open_ranks(schedule, stages, per_rank, ranks)
+    assert told in str(error.value)
+
+
+def test_the_example_follows_the_chunk_count() -> None:
+    assert [at_chunks(captured(), 4, m).symbols.symbols[0].example for m in (2, 4, 8)] == [16, 8, 4]
+    with pytest.raises(SplitError, match="no batch dimension that 5 chunks divide"):
+        at_chunks(captured(), 4, 5)
+    assert chunks_to_compare(captured(), 4, 4) == (4, 8, 16, 32)
+
+
+def test_a_model_of_one_size_can_not_have_its_chunks_chosen() -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(8, 16) * torch.ones(8, 16, requires_grad=True)
+
+    with pytest.raises(
+        UserError, match=r"chunks: auto needs a model that takes chunks of other sizes .*; write a number"
+    ):
+        chunks_to_compare(capture(Fixed, (torch.zeros(8, 16),), check=False), 4, 4)
+
+
+def test_costs_without_measuring_still_rank_and_cut() -> None:
+    found = answer(captured(), Question("balanced", 2, None, chunks=8), measured=False)
+    assert len(found.choice.begins) == 2 and not found.choice.costs
+    assert "together on flops" in found.choice.report
+
+
+def test_a_memory_cap_and_speeds_reach_the_choice() -> None:
+    wish = Balanced("flops", memory_bytes=1 << 20, speeds=(1.0, 3.0))
+    made = cut_for(captured(), Question(wish, 2, None, chunks=(4, 8)), buckets=None)
+    assert "speeds 1, 3" in made.cut.spec.split_report and "of 1 MiB" in made.cut.spec.split_report
+    assert len(made.cut.spec.stages[0].parameters) < len(made.cut.spec.stages[1].parameters)
+    with pytest.raises(SplitError, match="no plan fits the memory cap of 4 KiB"):
+        cut_for(captured(), Question(Balanced("flops", memory_bytes=4096), 2, None, chunks=4), buckets=None)
+
+
+def test_module_paths_stay_where_they_are_and_only_the_schedule_is_chosen() -> None:
+    made = cut_for(captured(), Question(["blocks.4"], 2, None, chunks=4), buckets=None)
+    assert made.cut.spec.stages[1].begins_at == "blocks.4" and made.ranking is not None
