@@ -196,7 +196,7 @@ def pipeline(
     are then made stage by stage). `init`: "stream" equals `torch.manual_seed(seed); model()`, "per_op" seeds each random
     operation by itself and draws only what a stage owns; the default is stream up to 4 billion parameters. `weights`: a
     safetensors file, a folder of them (Hugging Face), or a checkpoint of ours, read stage by stage. `loss_fn(output, target)` returns a
-    chunk's mean loss; `loss_weight(target)` its weight, rows by default. `split` says where stages begin: "balanced" or
+    chunk's mean loss; `loss_weight(target)` its weight, rows by default, and "sum" adds losses that are sums over rows. `split` says where stages begin: "balanced" or
     `Balanced(...)` with its options, "parameters", "layers", "bucket:25MiB", or module paths. `compile`: "eager", "default"
     (inductor on CUDA), a backend of torch.compile, or "auto", which times eager and inductor when deployed. `buckets`
     {"cap": bytes, "first": bytes} cuts each stage into submodules whose gradients are reduced together. `args_spec` and `kwargs_spec` say of an argument

@@ -20,6 +20,7 @@ from stagekit.graph.capture.specs import Replicate, Split
 from stagekit.graph.values.build import INITS
 from stagekit.plan.schedules.registry import is_forward_only
 from stagekit.plan.split import Balanced, parse_bytes
+from stagekit.run.loss import SUM
 from stagekit.run.merge import Cat, Mean, Stack, Sum
 
 _COUNTS = ("stages", "chunks", "replicas")
@@ -92,8 +93,11 @@ def check_options(*, recompute: Any, loss_weight: Any, init: Any, weights: Any, 
     """Raise UserError naming the first of these that is of the wrong kind."""
     if not isinstance(recompute, bool):
         raise UserError(f"recompute is {recompute!r}; give True or False")
-    if not (loss_weight is None or callable(loss_weight)):
-        raise UserError(f"loss_weight is {loss_weight!r}; give a function (target) -> number, or None for rows")
+    if not (loss_weight is None or callable(loss_weight) or loss_weight == SUM):
+        raise UserError(
+            f'loss_weight is {loss_weight!r}; give a function (target) -> number, None for rows, or "{SUM}" where loss_fn '
+            "sums over the rows instead of averaging"
+        )
     if not isinstance(init, str) or init not in ("", *INITS):
         raise UserError(f"init is {init!r}; give {' or '.join(map(repr, INITS))}, or leave it out")
     if not (weights is None or isinstance(weights, str | Path)):

@@ -85,7 +85,8 @@ class ProgramDefaults:
         return target.numel() if isinstance(target, Tensor) else 0
 
     # Optional, by presence alone:
-    #   loss_weight(self, target) -> float       weight of a chunk's mean loss; rows where it is not defined
+    #   loss_weight(self, target) -> float       weight of a chunk's mean loss; rows where it is not defined;
+    #       loss_weight = "sum" where loss() sums over the rows
     #   loss(self, output, target) -> Tensor     in a forward job: scores batches that have a target
     #   scheduler(self, optimizer) -> LRScheduler      stepped after each optimizer step
     #   evaluate(self, run, step) -> dict[str, float]      every `train.eval_every` steps on every rank alike: calls

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stagekit.errors import ShapeError
+from stagekit.errors import ShapeError, UserError
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.shapes import holds
 
@@ -95,6 +95,20 @@ def check_fixed_shapes(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[i
                     f"{declared.name}, dimension {dim}: {what} {sorted(here)}, but the model was captured with {size}{why}; "
                     "capture it with the sizes that you train with"
                 )
+
+
+def check_mode(device: str, *, train: bool) -> None:
+    """Raise UserError for a mode of the caller's that would change what the captured stages compute, or what they send."""
+    for kind in {"cpu", device}:
+        if torch.is_autocast_enabled(kind):
+            raise UserError(
+                f"step() is called under torch.autocast({kind!r}, {torch.get_autocast_dtype(kind)}), which would change what "
+                "the captured model computes and sends; enter autocast inside the model's forward, or call step() outside of it"
+            )
+    if train and torch.is_inference_mode_enabled():
+        raise UserError(
+            "step() is called under torch.inference_mode(), where nothing can train; use eval(), or leave it"
+        )
 
 
 def check_target(leaves: Sequence[Any], rows: int) -> None:

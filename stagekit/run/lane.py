@@ -324,16 +324,43 @@ class Lane:
         return Header(rows, tuple(values[symbol.name] for symbol in fixed), target_sizes)
 
     def _check_given(self, leaves: Sequence[Any], target: Any, number: int) -> None:
-        """Refuse a step that lacks what this rank passed on the first one."""
+        """Refuse a step that lacks what this rank passed on the first one, and one under another mode than the capture's."""
+        chunking.check_mode(self._device.type, train=self.train)
         pairs = zip(self._spec.inputs, self._given.inputs, leaves, strict=True)
         missing = [declared.name for declared, given, leaf in pairs if given and not isinstance(leaf, Tensor)]
         if self._given.target_tree is not None and target is None:
             missing.append("target")
+        if target is not None and self._agreement.target is None and self._given.target_tree is None:
+            raise UserError(
+                f"rank {self._placement.rank} passed a target on step {number} but none on the first step, so that nobody "
+                "computes a loss; who passes what is agreed once: pass a target on every step, or on none"
+            )
+        self._check_kinds(leaves, target)
         if missing:
             raise UserError(
                 f"rank {self._placement.rank} passed {', '.join(missing)} on the first step but not on step {number}; "
                 "who passes what is agreed once: pass the same on every step"
             )
+
+    def _check_kinds(self, leaves: Sequence[Any], target: Any) -> None:
+        """Refuse a target of other types than the first one's, and an input whose gradient would be torn apart."""
+        if target is not None and self._given.target_tree is not None:
+            kinds = tuple(
+                str(getattr(leaf, "dtype", leaf)).removeprefix("torch.") for leaf in pytree.tree_leaves(target)
+            )
+            if kinds != self._given.target_dtypes:
+                raise UserError(
+                    f"the target holds {', '.join(kinds)}, on the first step it held {', '.join(self._given.target_dtypes)}; "
+                    "pass the same types on every step"
+                )
+        for number, leaf in enumerate(leaves):
+            if self.train and isinstance(leaf, Tensor) and leaf.requires_grad:
+                readers = self._placement.readers_of(number)
+                if readers - {self._placement.rank}:
+                    raise UserError(
+                        f"{self._spec.inputs[number].name} requires grad, but stages on ranks {sorted(readers)} read it, each of "
+                        "which would have a part of its gradient; pass it detached, or cut the model where one rank reads it"
+                    )
 
     def _check_own(self, leaves: Sequence[Any], target: Any, header: Header) -> None:
         rows = chunking.batch_rows(self._spec, leaves)

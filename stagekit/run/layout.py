@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from stagekit.errors import UserError
-from stagekit.plan.contract import Edge, ModelSpec, TensorSpec
+from stagekit.plan.contract import Edge, InputRef, ModelSpec, TensorSpec
 from stagekit.plan.shapes import evaluate
 
 Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, dtype
@@ -65,6 +65,11 @@ class Placement:
                     )
         if len(self.spec.inputs) > MAX_INPUTS:
             raise UserError(f"the model takes {len(self.spec.inputs)} arguments; a pipeline takes at most {MAX_INPUTS}")
+
+    def readers_of(self, graph_input: int) -> frozenset[int]:
+        """Return the ranks of the stages that read graph input number `graph_input`."""
+        stages = (s for s in self.spec.stages if InputRef(graph_input) in s.inputs)
+        return frozenset(self.stage_ranks[stage.index] for stage in stages)
 
     def tag(self, source: int, target: int, chunk: int, index: int, *, gradients: bool) -> int:
         """Return a number that no other transfer between the same two ranks has in a step."""

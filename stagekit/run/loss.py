@@ -21,7 +21,8 @@ from stagekit.run.chunks import split_target
 from stagekit.run.inputs import InputExchange
 
 LossFunction = Callable[[Any, Any], Tensor]
-LossWeight = Callable[[Any], float]
+LossWeight = Callable[[Any], float] | str  # of a target; SUM: losses are added, not averaged
+SUM = "sum"
 
 
 class LossRunner:
@@ -73,6 +74,8 @@ class LossRunner:
             self.targets = [pytree.tree_unflatten(list(chunk), self._target_tree) for chunk in leaves]
         if self._loss_weight is None:
             self.weights = [float(size) for size in sizes]
+        elif isinstance(self._loss_weight, str):
+            self.weights, self._total = [1.0] * len(sizes), 1.0
         else:
             self.weights = [float(self._loss_weight(target)) for target in self.targets]
         total = sum(self.weights)
