@@ -29,6 +29,7 @@ from stagekit.run.shm.ring import (
     memmove,
 )
 
+MOST_ASLEEP = 31  # waits without a look between two looks in vain: they cost 2 µs a wait, no more
 TURN_S = 20e-6  # a helper's pause while the caller is inside, a copy of one piece at most
 
 
@@ -73,6 +74,7 @@ class Inbox:
         self.ring, self._call_helper, self._call_peer = ring, call_helper, call_peer
         self._spins, self._timeout_s = spins, timeout_s
         self._words, self._data = ring.words, ring.data
+        self._waits_asleep = self._vain = 0
         self.is_inside = self.is_helped = False
         self._lock = threading.Lock()
         self._taken = 0
@@ -175,9 +177,10 @@ class Inbox:
             with self._lock:
                 return
         words, seen = self._words, self._taken
-        for _ in self._spins:  # no call in it: a look at the clock would cost as much as the loop
-            if words[WRITTEN] != seen:
-                return
+        if self._waits_asleep > 0:
+            self._waits_asleep -= 1
+        elif self._is_written_soon(seen):
+            return
         deadline = float("inf")  # from the end of the first nap, most never see it
         self.ring.announce(ASLEEP)
         try:
@@ -194,6 +197,17 @@ class Inbox:
                         raise RuntimeError(f"shared memory: nothing came within {self._timeout_s:.0f} s")
         finally:
             words[ASLEEP] = 0
+
+    def _is_written_soon(self, seen: int) -> bool:
+        """Look for a while. After one in vain, twice as many waits as after the last go to sleep at once, up to MOST_ASLEEP."""
+        words = self._words
+        for _ in self._spins:  # no call in it: a look at the clock would cost as much as the loop
+            if words[WRITTEN] != seen:
+                self._vain = 0
+                return True
+        self._vain = min(2 * self._vain + 1, MOST_ASLEEP)
+        self._waits_asleep = self._vain
+        return False
 
     def help(self) -> None:
         """Move what is posted for, if its sender has no room or it is large. Called by the helper only."""
