@@ -61,7 +61,8 @@ class _Offer:
         self.card = Card("", None, _host(), os.getpid(), self.fd, write_fd, nonce.hex())
 
     def withdraw(self) -> None:
-        """Give everything back; only the memfd's number if the helper owns the rest."""
+        """Give everything back."""
+        os.close(self.fd)
         self.memory.close()
         self.bell.close()
         os.close(self.bell_fd)
@@ -121,16 +122,14 @@ def connect(
             return None, None, reasons
         spins = _spins(replicas * sum(c.host == card.host for c in cards))
         transport, helper = _build(rank, offer, attached, spins, timeout_s)
-        attached, taken = {}, offer
-        offer = None
-        os.close(taken.fd)
+        os.close(offer.fd)  # everyone has opened it
+        attached, offer = {}, None  # the helper's now
         return transport, helper, reasons
     finally:
-        for peer_memory in attached.values():
-            peer_memory.close()
+        for theirs in attached.values():
+            theirs.close()
         if offer is not None:
             offer.withdraw()
-            os.close(offer.fd)
 
 
 def _make_offer(num_ranks: int, mode: str, refused: str | None) -> tuple[_Offer | None, str | None]:
