@@ -117,7 +117,8 @@ class Groups:
         """Return what tells every rank of an error; None for a single rank, which has nobody to tell."""
         if self._world is None or dist.get_world_size(self._world) == 1:
             return None
-        return Alarm(dist.distributed_c10d._get_default_store(), self._new_key("error"), self.global_rank)
+        store, key = dist.distributed_c10d._get_default_store(), self._new_key("error")
+        return Alarm(store, key, self.global_rank, dist.get_world_size(self._world))
 
     def _new_key(self, purpose: str) -> str:
         """Return a key of the store that every rank of the world gets alike, and nobody got before."""

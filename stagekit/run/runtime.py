@@ -89,6 +89,7 @@ class Run:
         self._lane = Lane(course, options, self._runners, self.groups, device, self._sums, self._alarm)
         self._evaluation: Lane | None = None
         self.step_number = 0
+        self._is_closed = False
         self.keep_output = True
         self.loss_scale = 1.0  # gradients come multiplied by it, see stagekit.GradScaler
         self.groups.barrier()
@@ -133,6 +134,8 @@ class Run:
 
     def begin_step(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
         """Agree on the batch and hand it out; then `perform_chunk` or the whole list, then `end_step`."""
+        if self._is_closed:
+            raise UserError("this run was closed; deploy the pipeline again")
         self._lane.begin(
             args,
             kwargs,
@@ -178,6 +181,15 @@ class Run:
         plan = self.plan
         routes = routes_of(plan.model, replicas=plan.replicas, inputs=agreement.parcels, train=plan.trains)
         return plan.lists_for(routes)
+
+    def close(self) -> None:
+        """End what runs beside the steps (a thread that hears of other ranks' errors); no step comes after it.
+
+        Not needed where nobody refers to the run any more. Returns at once and waits for no other rank.
+        """
+        if self._alarm is not None:
+            self._alarm.close()
+        self._is_closed = True
 
     # ---- evaluation
 
