@@ -212,7 +212,7 @@ class Inbox:
     def help(self) -> None:
         """Move what is posted for, if its sender has no room or it is large. Called by the helper only."""
         words = self._words
-        if not (words[STALLED] or self._is_large_next()):
+        if words[ASLEEP] or not (words[STALLED] or self._is_large_next()):  # who sleeps there takes it itself
             return
         with self._lock:
             self.is_helped = True
