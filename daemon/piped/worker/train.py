@@ -94,9 +94,10 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
             "loss": work.loss if math.isfinite(work.loss) else "NaN",
         }  # as JSON of protobuf has it
     except Exception as error:
+        raise TrainingError(work.step if work else -1, run) from error
+    finally:
         if run is not None:
             run.close()  # so that no thread of this rank asks a store whose rank ends first
-        raise TrainingError(work.step if work else -1, run) from error
 
 
 # ---- joining
