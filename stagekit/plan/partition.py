@@ -52,13 +52,14 @@ def partition(
     ranks: Sequence[int] | None = None,
     memory: Memory | None = None,
     near: Sequence[int] | None = None,
+    quick: bool = False,
 ) -> Partition:
     """Cut `costs` into `stages` consecutive stages at positions out of `legal`, minimising the slowest rank.
 
     `crossing[i]` is charged to the two stages that a cut before node i parts. `legal` ascends within 1..len-1.
     Stage s runs on rank `ranks[s]`, by default s modulo len(`speeds`); a rank of speed 2 takes half the time, and by default
     each stage has a rank of its own. `near`: begins of a good cut for similar costs; where ranks run several stages it is
-    improved, instead of many others.
+    improved, instead of many others; `quick`: instead of several cuts with larger and smaller loops only one is.
     Raises SplitError with the numbers if there are fewer legal cuts than needed, or none that fits `memory`.
     """
     speeds = _checked(stages, legal, speeds, ranks)
@@ -71,7 +72,7 @@ def partition(
     ranks = ranks if ranks is not None else [stage % len(speeds) for stage in range(stages)]
     search = Search(opens, closes, speeds, ranks, earliest)
     known = [bisect_left(bounds, begin) for begin in (*near, len(costs))] if near else None
-    found = [refine(begins, search) for begins in _starts(search, stages, known)]
+    found = [refine(begins, search) for begins in _starts(search, stages, known, quick)]
     if not found:
         assert memory is not None
         raise refuse(memory, bounds, -(-stages // len(speeds)))
@@ -100,7 +101,7 @@ def _checked(
     return speeds
 
 
-def _starts(search: Search, stages: int, known: list[int] | None) -> Iterator[list[int]]:
+def _starts(search: Search, stages: int, known: list[int] | None, quick: bool) -> Iterator[list[int]]:
     """Yield cuts that fit: the exact one, and where ranks run several stages those that give some loops a larger share."""
     held = Counter(search.ranks)
     loops = max(held.values())
@@ -111,7 +112,7 @@ def _starts(search: Search, stages: int, known: list[int] | None) -> Iterator[li
         yield known
         return
     skews = [[1.0] * loops]
-    if loops > 1:
+    if loops > 1 and not quick:
         skews += [[1.0 if loop % 2 == odd else share for loop in range(loops)] for odd in (0, 1) for share in _SHARES]
     loop_of = [list(search.ranks[:s]).count(search.ranks[s]) for s in range(stages)]
     for skew in skews:

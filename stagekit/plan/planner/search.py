@@ -172,6 +172,7 @@ class _Search:
             ranks=stage_ranks,
             memory=memory,
             near=self._near.get(len(stage_ranks)),
+            quick=True,
         )
         self._near.setdefault(len(stage_ranks), found.begins)
         return found.begins
