@@ -116,7 +116,9 @@ class Pipeline:
     """A captured model, cut and planned. Holds no weights of its own until it is deployed."""
 
     def __init__(self, cut: Cut, plan: Plan, options: RunOptions, ranking: Ranking | None = None) -> None:
-        """`ranking`: the plans that were compared, where something was left to choose; the first is this one."""
+        """`ranking`: the plans that were compared, where something was left to choose; the first is this one. None on a
+        rank that took rank 0's.
+        """
         self.options, self.ranking = options, ranking
         self._set_cut(cut, plan)
 
@@ -158,6 +160,7 @@ class Pipeline:
             return  # the same; or another model, which the first step refuses with every rank's number
         plan, decision = self.plan, Decision.from_json(decided)
         made = repeated(self.cut.captured, decision, buckets=self.cut.buckets, known=self.cut)
+        self.ranking = None  # of what this rank would have chosen
         self._set_cut(made.cut, made.plan(replicas=plan.replicas, compile=plan.compile, recompute=plan.recompute))
 
 
