@@ -183,12 +183,13 @@ class Run:
         return plan.lists_for(routes)
 
     def close(self) -> None:
-        """End what runs beside the steps (a thread that hears of other ranks' errors); no step comes after it.
+        """End what runs beside the steps (threads that hear of other ranks' errors, memory shared with them); none follows.
 
         Not needed where nobody refers to the run any more. Returns at once and waits for no other rank.
         """
         if self._alarm is not None:
             self._alarm.close()
+        self.groups.close()
         self._is_closed = True
 
     # ---- evaluation
@@ -326,6 +327,11 @@ class Run:
     def chunk_targets(self) -> list[Any]:
         """The last step's targets by chunk, on the rank of the last stage; elsewhere nothing."""
         return self._lane.chunk_targets
+
+    @property
+    def transports(self) -> dict[int, str]:
+        """How this rank exchanges tensors with each other pipeline rank: "shm" (one host's memory), "gloo" or "nccl"."""
+        return self.groups.transports
 
     @property
     def own_stages(self) -> tuple[int, ...]:

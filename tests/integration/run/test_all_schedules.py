@@ -51,7 +51,7 @@ def every_schedule(rank):
                 "loss": loss,
                 "grads": {name: p.grad.clone() for name, p in run.named_parameters()},
                 "held": (held, pipe.plan.timeline.peak_chunks[rank]),
-                "transports": run.groups.transports,
+                "transports": run.transports,
             }
     return found
 
