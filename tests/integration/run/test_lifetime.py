@@ -96,6 +96,7 @@ def test_300_steps_hold_no_more_than_the_first_ones():
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("zb-v", 2)])
 def test_20000_tiny_steps_hold_no_more_than_the_first_ones(schedule, stages_per_rank):
     started = time.monotonic()
