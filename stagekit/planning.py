@@ -88,14 +88,26 @@ class Question:
         return (self.chunks,) if isinstance(self.chunks, int) else tuple(self.chunks)
 
     @property
+    def is_given(self) -> bool:
+        """Whether schedule, stages and chunks are given, and at most the cut is not."""
+        return AUTO not in (self.schedule, self.stages_per_rank) and len(self.counts) == 1
+
+    @property
     def open_on(self) -> int | None:
         """Ranks of a pipeline of which something is left to choose; None: nothing is."""
         found = open_ranks(self.schedule, self.stages, self.stages_per_rank, self.ranks)
-        if found is None and len(self.counts) > 1 and self.stages is not None:
+        if found is None and (len(self.counts) > 1 or self._suits_its_schedule) and self.stages is not None:
             if not isinstance(self.stages_per_rank, int):
                 raise UserError(f"stages_per_rank is {self.stages_per_rank!r}; to choose chunks give a whole number")
             return check_counts(self.stages, self.stages_per_rank, 1)
         return found
+
+    @property
+    def _suits_its_schedule(self) -> bool:
+        """Whether all is given but the cut, and that depends on the schedule: where ranks run several stages."""
+        several = isinstance(self.stages_per_rank, int) and self.stages_per_rank > 1
+        trains = self.schedule in schedules_for(AUTO)
+        return several and trains and _is_balanced(self.split) and _balanced(self.split).costs == "measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +150,26 @@ def cut_for(
     """Cut `captured` as asked, or as another rank `decided`; choose what is open. Raises SplitError, UserError."""
     if decided is not None:
         return repeated(captured, decided, buckets=buckets)
-    if question.open_on is not None:
-        found = answer(captured, question, measured=measured)
-        won = found.ranking.winner.candidate
-        sized = at_chunks(captured, question.example_chunks or question.counts[0], won.chunks)
-        cut = sized.cut(question.split, len(found.choice.begins), buckets=buckets, choice=found.choice)
-        return Made(
-            cut, won.schedule, won.chunks, won.stages_per_rank, memory_limit=won.memory_limit, ranking=found.ranking
-        )
+    if question.open_on is not None and (measured or not question.is_given):
+        try:
+            return _chosen(captured, question, buckets=buckets, measured=measured)
+        except SplitError:
+            if not question.is_given:
+                raise  # else the same question without a choice is answered, or refused in its own words
     assert question.stages is not None and not isinstance(question.stages_per_rank, str)
     held = check_per_rank(question.schedule, question.stages, question.stages_per_rank, 1)
     usage = Usage(question.schedule, question.counts[0], held, question.recompute)
     cut = captured.cut(question.split, question.stages, buckets=buckets, measured=measured, usage=usage)
     return Made(cut, question.schedule, question.counts[0], held)
+
+
+def _chosen(captured: Captured, question: Question, *, buckets: BucketRule | None, measured: bool) -> Made:
+    found = answer(captured, question, measured=measured)
+    won = found.ranking.winner.candidate
+    sized = at_chunks(captured, question.example_chunks or question.counts[0], won.chunks)
+    cut = sized.cut(question.split, len(found.choice.begins), buckets=buckets, choice=found.choice)
+    ranking = None if question.is_given else found.ranking
+    return Made(cut, won.schedule, won.chunks, won.stages_per_rank, memory_limit=won.memory_limit, ranking=ranking)
 
 
 def repeated(captured: Captured, decided: Decision, *, buckets: BucketRule | None, known: Cut | None = None) -> Made:
@@ -318,13 +337,15 @@ def report(ranking: Ranking, question: Question, how: str) -> str:
     """Return in a sentence how the cut was chosen, its memory, and the bound that no plan can beat."""
     won = ranking.winner
     wish = _balanced(question.split)
-    words = f"cut and schedule chosen together on {'measured costs' if how == 'measured' else how}"
+    words = f"cut for {won.candidate}" if question.is_given else "cut and schedule chosen together"
+    words += f" on {'measured costs' if how == 'measured' else how}"
     words += ", at blocks" if wish.block_boundaries else ""
     words += f", speeds {', '.join(f'{speed:g}' for speed in wish.speeds)}" if wish.speeds else ""
     if wish.memory_bytes is not None:
         words += f", fullest rank {in_units(won.peak_bytes)} of {in_units(wish.memory_bytes)}"
     tried = len(ranking.best) + len(ranking.refused)
+    chosen = "" if question.is_given else f"{won.candidate} out of {tried}, "
     return (
-        f"{words}: {won.candidate} out of {tried}, {won.step_s * 1e3:.3g} ms a step, lower bound "
-        f"{ranking.bound_s * 1e3:.3g} ms, gap {100 * ranking.gap(won):.1f} %"
+        f"{words}: {chosen}{won.step_s * 1e3:.3g} ms a step, lower bound {ranking.bound_s * 1e3:.3g} ms, "
+        f"gap {100 * ranking.gap(won):.1f} %"
     )

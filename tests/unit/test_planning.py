@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stagekit.errors import SplitError, UserError
+from stagekit.errors import ScheduleError, SplitError, UserError
 from stagekit.graph.capture.capture import Captured, capture
 from stagekit.plan.split import Balanced
 from stagekit.planning import Question, answer, at_chunks, chunks_to_compare, cut_for, open_ranks
@@ -98,3 +98,22 @@ def test_a_memory_cap_and_speeds_reach_the_choice() -> None:
 def test_module_paths_stay_where_they_are_and_only_the_schedule_is_chosen() -> None:
     made = cut_for(captured(), Question(["blocks.4"], 2, None, chunks=4), buckets=None)
     assert made.cut.spec.stages[1].begins_at == "blocks.4" and made.ranking is not None
+
+
+def test_several_stages_of_a_rank_are_cut_for_their_schedule_where_costs_are_measured() -> None:
+    made = cut_for(captured(), Question("balanced", 4, None, "zb-v", 2, 8), buckets=None)
+    assert (made.schedule, made.num_chunks, made.stages_per_rank, made.ranking) == ("zb-v", 8, 2, None)
+    assert made.cut.spec.split_report.startswith("cut for zb-v, 2 stages per rank, 8 chunks on measured costs: ")
+    counted = cut_for(captured(), Question("balanced:flops", 4, None, "zb-v", 2, 8), buckets=None)
+    assert "largest rank" in counted.cut.spec.split_report
+    forward = cut_for(captured(), Question("balanced", 4, None, "forward", 2, 8), buckets=None)
+    assert "largest rank" in forward.cut.spec.split_report
+
+
+def test_a_schedule_that_can_not_run_the_numbers_is_refused_as_before() -> None:
+    with pytest.raises(ScheduleError, match="1f1b runs one stage per rank"):
+        cut_for(captured(), Question("balanced", 4, None, "1f1b", 2, 8), buckets=None).plan(
+            replicas=1, compile="eager", recompute=False
+        )
+    with pytest.raises(SplitError, match=r"^40 stages need 39 cuts, but the model has only 11 legal ones"):
+        cut_for(captured(), Question("balanced", 40, None, "interleaved", 2, 8), buckets=None)
