@@ -323,9 +323,10 @@ def plan_pipeline(
     recompute: bool = False,
     seed: int = 0,
     decided: Decision | None = None,
+    at_nodes: Sequence[str] | None = None,
     measured: bool = True,
 ) -> Pipeline:
-    """Second half of `pipeline`: cut and schedule. `decided` repeats a published plan, without measuring.
+    """Second half of `pipeline`: cut and schedule. `decided` repeats a published plan, `at_nodes` a cut, without measuring.
 
     `chunks` may be several counts to choose from, `example_chunks` is then that of the example. `tables`: "modulo" leaves
     schedules out whose ranks are V-shaped.
@@ -348,6 +349,7 @@ def plan_pipeline(
         ),
         buckets=bucket_rule(buckets),
         decided=decided,
+        at_nodes=at_nodes,
         measured=measured,
     )
     plan = made.plan(replicas=replicas, compile=backend, recompute=recompute)

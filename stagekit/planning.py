@@ -145,12 +145,15 @@ def cut_for(
     *,
     buckets: BucketRule | None,
     decided: Decision | None = None,
+    at_nodes: Sequence[str] | None = None,
     measured: bool = True,
 ) -> Made:
-    """Cut `captured` as asked, or as another rank `decided`; choose what is open. Raises SplitError, UserError."""
+    """Cut `captured` as asked, or as another rank `decided`, or `at_nodes`; choose what is open. Raises SplitError,
+    UserError.
+    """
     if decided is not None:
         return repeated(captured, decided, buckets=buckets)
-    if question.open_on is not None and (measured or not question.is_given):
+    if question.open_on is not None and at_nodes is None and (measured or not question.is_given):
         try:
             return _chosen(captured, question, buckets=buckets, measured=measured)
         except SplitError:
@@ -159,7 +162,9 @@ def cut_for(
     assert question.stages is not None and not isinstance(question.stages_per_rank, str)
     held = check_per_rank(question.schedule, question.stages, question.stages_per_rank, 1)
     usage = Usage(question.schedule, question.counts[0], held, question.recompute)
-    cut = captured.cut(question.split, question.stages, buckets=buckets, measured=measured, usage=usage)
+    cut = captured.cut(
+        question.split, question.stages, buckets=buckets, at_nodes=at_nodes, measured=measured, usage=usage
+    )
     return Made(cut, question.schedule, question.counts[0], held)
 
 
