@@ -87,7 +87,8 @@ def observe(ours: Ours, folder: Path) -> None:
             pass
 
     threading.Thread(target=drain, daemon=True).start()
-    observer = Observer(Link(here.detach()), ours.run, folder, steps=-1, expected={"bubble": 0.0, "step_s": 0.0})
+    spec = {"train": {"steps": -1}, "observe": {"trace_steps": []}}
+    observer = Observer(Link(here.detach()), ours.run, folder, spec, expected={"bubble": 0.0, "step_s": 0.0})
 
     def after_step(result: StepResult, step_s: float) -> None:
         observer.after_step(ours.run.step_number, result, step_s=step_s, optimizer_s=0.0)
