@@ -387,6 +387,7 @@ class PipelineStage:
     def begin(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
         """Start a step on a whole batch, as `Run.step` takes it."""
         self._run.begin_step(*args, target=target, **kwargs)
+        self._run.raise_if_refused()
 
     def forward_one_chunk(self, chunk: int) -> None:
         """Receive, run and send the forward of `chunk`."""

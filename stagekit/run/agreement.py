@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from stagekit.errors import ShapeError, UserError
+from stagekit.errors import UserError
 from stagekit.plan.contract import InputRef, ModelSpec
+from stagekit.plan.shapes import evaluate
 from stagekit.run.inputs import Parcel
 from stagekit.run.layout import MAX_INPUTS, Placement
 
@@ -156,23 +157,37 @@ class Header:
     rows: int
     symbols: tuple[int, ...]  # of those that are no batch, in the spec's order
     target_sizes: tuple[tuple[int, ...], ...]
+    is_refused: bool = False  # by the first rank: every rank goes through its list with stand-ins of these sizes
+
+    @classmethod
+    def refused(cls, spec: ModelSpec, num_chunks: int, target_ndims: Sequence[int]) -> Header:
+        """Return the header of a step that does not run: the captured example in every chunk."""
+        examples = {symbol.name: symbol.example for symbol in spec.symbols}
+        batch = next((i for i in spec.inputs if i.tensor is not None and i.split_dim is not None), None)
+        rows = 1
+        if batch is not None and batch.tensor is not None and batch.split_dim is not None:
+            rows = evaluate(batch.tensor.shape[batch.split_dim], examples)
+        fixed = tuple(symbol.example for symbol in spec.symbols if not symbol.is_batch)
+        return cls(rows * num_chunks, fixed, tuple((1,) * ndim for ndim in target_ndims), is_refused=True)
 
     def pack(self, device: torch.device) -> Tensor:
         """Return the header as int64."""
-        flat = [self.rows, *self.symbols, *(size for leaf in self.target_sizes for size in leaf)]
+        flat = [
+            -self.rows if self.is_refused else self.rows,
+            *self.symbols,
+            *(size for leaf in self.target_sizes for size in leaf),
+        ]
         return torch.tensor(flat, dtype=torch.int64, device=device)
 
     @classmethod
     def unpack(cls, tensor: Tensor, num_symbols: int, target_ndims: Sequence[int]) -> Header:
-        """Inverse of `pack`. Raises ShapeError when the first rank refused the batch."""
+        """Inverse of `pack`."""
         flat = [int(value) for value in tensor.tolist()]
-        if flat[0] < 0:
-            raise ShapeError("the pipeline's first rank refused this step's batch; its own error says why")
         sizes, at = [], 1 + num_symbols
         for ndim in target_ndims:
             sizes.append(tuple(flat[at : at + ndim]))
             at += ndim
-        return cls(flat[0], tuple(flat[1 : 1 + num_symbols]), tuple(sizes))
+        return cls(abs(flat[0]), tuple(flat[1 : 1 + num_symbols]), tuple(sizes), is_refused=flat[0] < 0)
 
     @staticmethod
     def length(num_symbols: int, target_ndims: Sequence[int]) -> int:

@@ -184,6 +184,10 @@ class Groups:
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.replicas)
         return int(ends[0] + ends[1])
 
+    def exchange(self, text: str) -> list[str]:
+        """Return the `text` of every rank of the world, in rank order."""
+        return [text] if self._world is None else exchange_text(text, self._world, self.comm_device)
+
     def replicas_that(self, flag: bool) -> list[bool]:
         """Return, on every rank, of each replica whether any of its ranks said True."""
         said = torch.zeros(self._num_replicas, dtype=torch.int64, device=self.comm_device)

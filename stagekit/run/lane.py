@@ -7,6 +7,7 @@ the same parameters and groups. Decides nothing about gradients. Called by stage
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stagekit.errors import BugError, ShapeError, UserError
+from stagekit.errors import BugError, RemoteError, ShapeError, UserError
 from stagekit.plan.actions import Action, Op
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.shapes import chunk_sizes, evaluate
 from stagekit.run import chunks as chunking
-from stagekit.run.agreement import Agreement, Given, Header, agree, exchange_text
+from stagekit.run.agreement import Agreement, Given, Header, agree
 from stagekit.run.alarm import Alarm
 from stagekit.run.executor import Executor, Reductions, Step
 from stagekit.run.groups import Groups
@@ -118,6 +119,7 @@ class Lane:
         self._executor: Executor | None = None
         self._agreement = Agreement({}, None)
         self._loss: LossRunner | None = None
+        self.is_refused = False  # the step that begins: this rank goes through its list without computing
         self._shapes: dict[tuple[tuple[str, int], ...], ChunkShapes] = {}
 
     @property
@@ -145,17 +147,25 @@ class Lane:
         loss_scale: float = 1.0,
     ) -> Executor:
         """Agree on the batch and hand it out; the executor is ready to run its list."""
-        leaves = self._flatten(args, kwargs)
-        executor = self._executor or self._prepare(leaves, target)
-        header = self._share_header(leaves, target, number)
+        refusal: Exception | None = None
+        leaves: list[Any] = [None] * len(self._spec.inputs)
         try:
-            if self._placement.rank != 0:  # it checked its own before it made the header
-                self._check_given(leaves, target, number)
+            leaves = self._flatten(args, kwargs)
+        except Exception as error:
+            refusal = error
+        executor = self._executor or self._prepare(leaves, target, refusal)
+        header = self._share_header(leaves, target, number, refusal)
+        self.is_refused = header.is_refused
+        if self._placement.rank != 0 and not self.is_refused:  # rank 0 checked its own before it made the header
+            try:
+                self._check_given(leaves, target, number, refusal)
                 self._check_own(leaves, target, header)
-        except UserError as error:
-            if self._alarm is None:
-                raise
-            self._alarm.report(error)  # the others run already: this rank goes through its list without computing
+            except Exception as error:
+                if self._alarm is None:
+                    raise
+                self._alarm.report(error)  # the others run already: this rank goes through its list without computing
+                self.is_refused = True
+        if self.is_refused:
             leaves, target = [None] * len(leaves), None
         self._begin_inputs(leaves, target, header)
         if self._loss is not None:
@@ -224,20 +234,20 @@ class Lane:
             return [None] * len(self._spec.inputs)
         return self.source.flatten_inputs(args, kwargs)
 
-    def _prepare(self, leaves: Sequence[Any], target: Any) -> Executor:
-        """Agree on ownership, lower again with the input transfers, verify, bind."""
+    def _prepare(self, leaves: Sequence[Any], target: Any, refusal: Exception | None) -> Executor:
+        """Agree on ownership, lower again with the input transfers, verify, bind. What one rank refuses, all raise."""
         rank, groups = self._placement.rank, self._groups
-        mine = self._given = Given.of(leaves, target, self._course.fingerprint)
-        texts = [mine.to_json()]
-        if groups.pipeline is not None:
-            texts = exchange_text(texts[0], groups.pipeline, groups.comm_device)
-        given = [Given.from_json(text) for text in texts]
-        has_loss = self.train or any(each.target_tree is not None for each in given)
+        replicas = self._first_words(leaves, target, refusal)
+        losses = {self.train or any(each.target_tree is not None for each in given) for given in replicas}
+        if len(losses) > 1:
+            raise UserError("one replica was given targets and another none; give all of them targets, or none")
+        (has_loss,) = losses
         if has_loss and self.options.loss_fn is None:
             raise UserError(
                 "a target was passed, but this pipeline has no loss_fn; leave the target out, or give loss_fn"
             )
-        self._agreement = agree(self._placement, given, has_loss=has_loss)
+        agreements = [agree(self._placement, given, has_loss=has_loss) for given in replicas]
+        self._agreement = agreements[groups.replica]
         actions = self._course.lists(self._agreement)[rank]
         transport = groups.transport()
         self._inputs = InputExchange(
@@ -257,6 +267,24 @@ class Lane:
             self._alarm,
         )
         return self._executor
+
+    def _first_words(self, leaves: Sequence[Any], target: Any, refusal: Exception | None) -> list[list[Given]]:
+        """Return, per replica, what its ranks were given. Raises on every rank of the world where one refuses."""
+        text = ""
+        try:
+            if refusal is None:
+                self._given = Given.of(leaves, target, self._course.fingerprint)
+                text = self._given.to_json()
+        except UserError as error:
+            refusal = error
+        said = [json.loads(word) for word in self._groups.exchange(json.dumps([str(refusal or ""), text]))]
+        if refusal is not None:
+            raise refusal
+        wrong = next((rank for rank, (words, _) in enumerate(said) if words), None)
+        if wrong is not None:
+            raise RemoteError(f"rank {wrong}: {said[wrong][0]}", rank=wrong, stage=-1, chunk=-1, op="", traceback="")
+        given, ranks = [Given.from_json(text) for _, text in said], max(self._placement.stage_ranks) + 1
+        return [given[begin : begin + ranks] for begin in range(0, len(given), ranks)]
 
     def _make_loss(self, loss_fn: LossFunction | None) -> LossRunner:
         assert loss_fn is not None
@@ -279,28 +307,36 @@ class Lane:
             return ()
         return self._agreement.target.target_ndims
 
-    def _share_header(self, leaves: Sequence[Any], target: Any, number: int) -> Header:
-        """Rank 0 reads rows and sizes off its arguments and tells the others."""
+    def _share_header(self, leaves: Sequence[Any], target: Any, number: int, refusal: Exception | None) -> Header:
+        """Rank 0 reads rows and sizes off its arguments and tells the others, also that it refuses them."""
         fixed = [symbol for symbol in self._spec.symbols if not symbol.is_batch]
         ndims = self._sent_target_ndims
         transport, device = self._groups.transport(), self._groups.comm_device
         if self._placement.rank != 0:
             buffer = torch.empty(Header.length(len(fixed), ndims), dtype=torch.int64, device=device)
             settle(transport.recv([buffer], 0, TAG_HEADER), 0)
-            return Header.unpack(buffer, len(fixed), ndims)
-        packed = torch.full((Header.length(len(fixed), ndims),), -1, dtype=torch.int64, device=device)  # "refused"
+            header = Header.unpack(buffer, len(fixed), ndims)
+            if header.is_refused and self._alarm is not None:
+                self._alarm.rang = True  # before its thread hears it
+            return header
         try:
-            header = self._read_header(leaves, target, ndims, number)
-            packed = header.pack(device)
-        finally:
-            peers = range(1, max(self._placement.stage_ranks) + 1)
-            works = [(transport.send([packed], peer, TAG_HEADER), peer) for peer in peers]
-            for work, peer in works:
-                settle(work, peer)
+            header = self._read_header(leaves, target, ndims, number, refusal)
+        except Exception as error:
+            if self._alarm is None:
+                raise
+            self._alarm.report(error)
+            header = Header.refused(self._spec, self._num_chunks, ndims)
+        packed = header.pack(device)
+        peers = range(1, max(self._placement.stage_ranks) + 1)
+        works = [(transport.send([packed], peer, TAG_HEADER), peer) for peer in peers]
+        for work, peer in works:
+            settle(work, peer)
         return header
 
-    def _read_header(self, leaves: Sequence[Any], target: Any, ndims: Sequence[int], number: int) -> Header:
-        self._check_given(leaves, target, number)
+    def _read_header(
+        self, leaves: Sequence[Any], target: Any, ndims: Sequence[int], number: int, refusal: Exception | None
+    ) -> Header:
+        self._check_given(leaves, target, number, refusal)
         spec = self._spec
         rows = chunking.batch_rows(spec, leaves)
         if rows is None:
@@ -323,8 +359,10 @@ class Lane:
             target_sizes = tuple(tuple(t.shape) for t in tensors)
         return Header(rows, tuple(values[symbol.name] for symbol in fixed), target_sizes)
 
-    def _check_given(self, leaves: Sequence[Any], target: Any, number: int) -> None:
+    def _check_given(self, leaves: Sequence[Any], target: Any, number: int, refusal: Exception | None) -> None:
         """Refuse a step that lacks what this rank passed on the first one, and one under another mode than the capture's."""
+        if refusal is not None:
+            raise refusal
         chunking.check_mode(self._device.type, train=self.train)
         pairs = zip(self._spec.inputs, self._given.inputs, leaves, strict=True)
         missing = [declared.name for declared, given, leaf in pairs if given and not isinstance(leaf, Tensor)]

@@ -148,6 +148,13 @@ class Run:
         self._sums.begin()
         self._states = [(state, state.detach().clone()) for state in self._written]
 
+    def raise_if_refused(self) -> None:
+        """End a step that `begin_step` refused here, or on the first rank, as `step` does. For steps by hand."""
+        if self._lane.is_refused:
+            with self._undone_on_error():
+                self.executor.drain()
+            self.end_step()
+
     def perform_chunk(self, op: str, stage: int, chunk: int) -> None:
         """Run F or B of one chunk by hand, with the transfers around it (PipelineStage)."""
         with self._undone_on_error():

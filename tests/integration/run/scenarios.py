@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stagekit import api
-from stagekit.errors import UserError
+from stagekit.errors import StagekitError, UserError
 from stagekit.plan.plan import make_plan
 from stagekit.run.lane import RunOptions
 from stagekit.run.runtime import Run
@@ -146,7 +146,7 @@ def forgets_an_argument(group):
     for args, aim in given:
         try:
             texts.append(run.step(*args, target=aim).loss if run.rank == 0 else run.step().loss)
-        except UserError as error:
+        except StagekitError as error:
             texts.append(str(error))
     return texts
 

@@ -25,6 +25,8 @@ test_correct_or_loud_schedules.py, which tries every schedule):
 | eval without a target | test_evaluation.py; a target that comes later: here |
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -170,6 +172,44 @@ def refusals(rank):
     return found | {"after": stepped(run, (x, target))[0]}
 
 
+def first_steps(rank):
+    """Arguments that one rank alone refuses, on the first step; then a good one."""
+    x, target = batch()
+    found = {}
+    for failing in range(2):
+        run = deployed()
+        bad = {"words": (x, {"aim": target, "name": "a"}), "structure": ((x, x), target)}
+        for what, given in bad.items():
+            mine, aim = given if rank == failing else (x, target)
+            found[failing, what] = told(functools.partial(run.step, mine, target=aim))
+        found[failing, "after"] = stepped(run, (x, target))[0]
+    return found
+
+
+def replicas_refuse(rank):
+    """The first and only rank of each replica refuses a later batch; both drop the step."""
+    pipe = stagekit.pipeline(build(), (batch(3)[0],), loss_fn=mse, stages=1, replicas=2, chunks=CHUNKS)
+    run, (x, target), found = pipe.deploy(), batch(seed=rank), []
+    run.step(x, target=target)
+    for failing in range(2):
+        run.zero_grad()
+        found.append(told(lambda failing=failing: run.step(x.double() if rank == failing else x, target=target)))
+    found.append(run.step(x, target=target).loss)
+    return found, {name: p.grad for name, p in run.named_parameters()}
+
+
+def by_hand(rank):
+    pipe = stagekit.pipeline(build(), (batch(3)[0],), loss_fn=mse, stages=2, chunks=CHUNKS)
+    stage, (x, target) = stagekit.PipelineStage(pipe, rank), batch()
+    found = []
+    for rows in (3, ROWS):  # fewer than chunks
+        found.append(told(lambda rows=rows: stage.begin(x[:rows], target=target[:rows])))
+    for chunk in range(CHUNKS):
+        stage.forward_one_chunk(chunk)
+        stage.backward_one_chunk(chunk)
+    return found, stage.end().loss
+
+
 def inputs_with_gradients(rank):
     x, target = batch()
     x.requires_grad_()
@@ -229,7 +269,17 @@ def everything(rank):
     found["masked"] = found["masked"][0], found["masked"][1].loss
     found["sum"] = stepped(deployed(loss_fn=squares, loss_weight="sum"), batch())
     found["sum"] = found["sum"][0], found["sum"][1].loss
-    for scenario in (refusals, inputs_with_gradients, sizes, hooks, two_pipelines, structured_targets):
+    for scenario in (
+        refusals,
+        first_steps,
+        replicas_refuse,
+        by_hand,
+        inputs_with_gradients,
+        sizes,
+        hooks,
+        two_pipelines,
+        structured_targets,
+    ):
         found[scenario.__name__] = scenario(rank)
     return found
 
@@ -338,6 +388,29 @@ def test_another_type_or_mode_from_the_second_step_on_is_refused_on_every_rank(r
     assert words in ranks[0]["refusals"][what]
     assert ranks[1]["refusals"][what] != "nothing"
     assert_close(merged(*(rank["refusals"]["after"] for rank in ranks)), whole(build(), mse, batch()))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("what", "words"), [("words", "the target holds str"), ("structure", "args[0] is a tuple")])
+def test_arguments_that_one_rank_refuses_on_the_first_step_are_refused_by_all(ranks, failing, what, words):
+    for rank in ranks:
+        assert words in rank["first_steps"][failing, what]
+    assert_close(merged(*(rank["first_steps"][failing, "after"] for rank in ranks)), whole(build(), mse, batch()))
+
+
+def test_a_batch_that_one_replica_refuses_is_dropped_by_all_and_the_next_one_runs(ranks):
+    for refused, gradients in (rank["replicas_refuse"] for rank in ranks):
+        assert all("args[0] is torch.float64" in words for words in refused[:2])
+        both = [batch(seed=replica) for replica in range(2)]
+        x, target = (torch.cat(parts) for parts in zip(*both, strict=True))
+        assert_close(gradients, whole(build(), mse, (x, target)))
+
+
+def test_a_batch_is_refused_on_every_rank_where_steps_are_made_by_hand(ranks):
+    for (refused, good), loss in (rank["by_hand"] for rank in ranks):
+        assert "3 rows" in refused
+        assert good == "nothing"
+        assert loss > 0.0
 
 
 def test_an_input_that_requires_grad_and_is_read_on_two_ranks_is_refused(ranks):
