@@ -40,6 +40,14 @@ class Chain:
     def _sums(self) -> tuple[list[float], list[float]]:
         return [0.0, *accumulate(self.forward)], [0.0, *accumulate(self.backward)]
 
+    @cached_property
+    def _least_crossing_s(self) -> float:
+        return min((self.crossing_s[cut] for cut in self.legal), default=0.0)
+
+    def extra_s(self, cut: int) -> float:
+        """Return what crosses a cut beyond the cheapest cut's crossing, in seconds of both directions."""
+        return self.crossing_s[cut] - self._least_crossing_s
+
     def forward_of(self, begin: int, end: int) -> float:
         """Return the forward of [begin, end)."""
         return self._sums[0][end] - self._sums[0][begin]
@@ -73,17 +81,24 @@ class Setting:
 
 
 def costs_of(chain: Chain, begins: Sequence[int], stage_ranks: Sequence[int], setting: Setting) -> Costs:
-    """Return what each stage of a cut costs as it will run."""
+    """Return what each stage of a cut costs as it will run.
+
+    What crosses a cut beyond the cheapest one's crossing is charged to both sides, as the partition does: each further value
+    is a message more.
+    """
     ends = [*begins[1:], len(chain.forward)]
     last, link = len(begins) - 1, setting.link
     forward, whole, early, late = [], [], [], []
     for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         speed = setting.speeds[stage_ranks[stage]]
         once, back = chain.forward_of(begin, end) / speed, chain.backward_of(begin, end) / speed
+        more = (chain.extra_s(begin) if stage else 0.0) + (chain.extra_s(end) if stage != last else 0.0)
+        once, back = once + more / 2, back + more / 2
         again = once if setting.recompute and stage != last else 0.0
         first, second = (back, 0.0)
         if stage and not setting.compiled:  # the first stage owes nobody an input gradient
             first, second = (half / speed for half in chain.halves_of(begin, end))
+            first += more / 2
         forward.append(once + link.action_s)
         whole.append(back + again + link.action_s)
         early.append(first + again + link.action_s)

@@ -212,3 +212,13 @@ def test_a_search_is_added_where_the_others_are_fastest():
 )  # fmt: skip
 def test_chunks_that_leave_no_remainder_are_tried(rows, ranks, counts):
     assert chunk_counts(rows, ranks) == counts
+
+
+def test_a_cut_that_more_values_cross_is_only_taken_for_more_than_they_cost():
+    made = replace(chain([1.0] * 8, waits=False), crossing_s=(0.0, 0.4, 0.4, 0.4, 3.0, 0.4, 0.4, 0.4))
+    assert costs_of(made, (0, 4), (0, 1), setting(2)).forward == (4.0 + 1.3, 4.0 + 1.3)
+    cheap = replace(made, crossing_s=(0.0,) + (0.4,) * 7)
+    assert ranked(cheap, 2, schedules=("1f1b",)).winner.begins == (0, 4)
+    assert ranked(
+        replace(made, crossing_s=(0.0, 0.4, 0.4, 0.4, 9.0, 0.4, 0.4, 0.4)), 2, schedules=("1f1b",)
+    ).winner.begins != (0, 4)
