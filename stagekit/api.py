@@ -46,6 +46,7 @@ from stagekit.run.lane import RunOptions
 from stagekit.run.loss import LossFunction, LossWeight
 from stagekit.run.merge import flatten_rules
 from stagekit.run.runtime import Run
+from stagekit.run.wrapped import Parallelize
 
 __all__ = ["Context", "Pipeline", "PipelineStage", "Stage", "init", "pipeline"]
 
@@ -188,6 +189,7 @@ def pipeline(
     output_spec: Any = None,
     compile: str = "eager",
     recompute: bool = False,
+    parallelize: Parallelize | None = None,
     seed: int = 0,
     init: str = "",
     weights: str | Path | None = None,
@@ -210,6 +212,8 @@ def pipeline(
     runners-up and why the others lost.
     `schedule` is a name of stagekit.plan.schedules or a CSV file: "1f1b" by default, and "forward" where `loss_fn` is None:
     the model then runs in eval mode, for its outputs alone.
+    `parallelize(stage_module, mesh)` changes each stage where it is deployed: it returns `fully_shard(stage_module,
+    mesh=mesh)`, or DistributedDataParallel over `mesh.get_group()`; `mesh` has the stage's replicas.
     The module and the random state are left as they were. Raises CaptureError, SplitError, ScheduleError, UserError.
     """
     schedule = schedule or ("1f1b" if loss_fn is not None else FORWARD)
@@ -262,6 +266,7 @@ def pipeline(
         output_spec=output_spec,
         compile=compile,
         recompute=recompute,
+        parallelize=parallelize,
         seed=seed,
     )
 
@@ -321,6 +326,7 @@ def plan_pipeline(
     output_spec: Any = None,
     compile: str = "eager",
     recompute: bool = False,
+    parallelize: Parallelize | None = None,
     seed: int = 0,
     decided: Decision | None = None,
     at_nodes: Sequence[str] | None = None,
@@ -354,7 +360,7 @@ def plan_pipeline(
     )
     plan = made.plan(replicas=replicas, compile=backend, recompute=recompute)
     rules = flatten_rules(output_spec, made.cut.spec.outputs)
-    return Pipeline(made.cut, plan, RunOptions(loss_fn, loss_weight, seed, rules), made.ranking)
+    return Pipeline(made.cut, plan, RunOptions(loss_fn, loss_weight, seed, rules, parallelize), made.ranking)
 
 
 class PipelineStage:

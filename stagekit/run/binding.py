@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stagekit.plan.actions import Op
-from stagekit.run.compute import bind_backward, bind_forward, bind_weights, is_last_backward
+from stagekit.run.compute import bind_backward, bind_forward, bind_weights, completes
 from stagekit.run.drained import drained_backward, drained_forward, drained_weights
 from stagekit.run.flight import Wiring
 from stagekit.run.transfers import bind_receive, bind_send_backward, bind_send_forward
@@ -57,8 +57,8 @@ def bind_drained(wiring: Wiring, index: int) -> Callable[[], None] | None:
         case Op.F:
             return drained_forward(wiring, index, stage, chunk)
         case Op.B | Op.I:
-            is_last = is_last_backward(wiring, index)
+            is_last = completes(wiring, index)
             return drained_backward(wiring, index, action.op, stage, chunk, is_last=is_last)
         case Op.W:
-            return drained_weights(wiring, stage, chunk, is_last=is_last_backward(wiring, index))
+            return drained_weights(wiring, stage, chunk, is_last=completes(wiring, index))
     return None

@@ -132,10 +132,10 @@ def bind_backward(wiring: Wiring, index: int, op: Op, stage: int, chunk: int) ->
     loss = wiring.loss if stage == wiring.placement.last_stage else None
     collect, deliver = _bind_gradients(wiring, stage, chunk), _bind_deliver(wiring, stage, chunk)
     is_whole = op is Op.B
+    arms = completes(wiring, index)
     from_loss, from_gradients = (
         (runner.backward_from, runner.backward) if is_whole else (runner.input_gradient_from, runner.input_gradient)
     )
-    arms = is_whole and is_last_backward(wiring, index)
     held = wiring.held(stage, chunk) if is_whole else ()
     is_sent = bool(wiring.transfers(Op.SEND_B, stage, chunk))
 
@@ -171,7 +171,7 @@ def bind_weights(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable
     flight, reductions, give = wiring.flight, wiring.reductions, wiring.pool.give
     runner = wiring.runners[stage]
     compute, waiting = runner.weight_gradient, runner.waiting
-    arms, held = is_last_backward(wiring, index), wiring.held(stage, chunk)
+    arms, held = completes(wiring, index), wiring.held(stage, chunk)
 
     def weights() -> None:
         if arms:
@@ -187,11 +187,14 @@ def bind_weights(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable
     return weights
 
 
-def is_last_backward(wiring: Wiring, index: int) -> bool:
-    """Say whether the gradients of the action's stage are complete once it ran."""
+def completes(wiring: Wiring, index: int) -> bool:
+    """Say whether the gradients of the action's stage are complete once it ran: at its last B, or the last half that
+    makes any.
+    """
     actions = wiring.recorder.actions
     stage = actions[index].stage
-    return index == max(i for i, a in enumerate(actions) if a.stage == stage and a.op in (Op.B, Op.W))
+    half = Op.W if wiring.runners[stage].halves else Op.I
+    return index == max((i for i, a in enumerate(actions) if a.stage == stage and a.op in (Op.B, half)), default=-1)
 
 
 def _bind_gradients(wiring: Wiring, stage: int, chunk: int) -> Callable[[], list[Tensor | None]] | None:

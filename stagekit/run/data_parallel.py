@@ -11,15 +11,80 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic_ns
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from stagekit.errors import PeerError, UserError
+from stagekit.errors import BugError, PeerError, UserError
 from stagekit.plan.contract import StageSpec
 from stagekit.run.stats import Recorder
+
+
+class Reducer(Protocol):
+    """Sums one stage's gradients over its replicas, once per step."""
+
+    recorder: Recorder | None
+
+    def arm(self) -> None:
+        """The next backward is the stage's last of the step."""
+        ...
+
+    def arm_for(self, waiting: Collection[nn.Parameter]) -> Callable[[nn.Parameter], None]:
+        """All gradients are there but those of `waiting`; return what is called as each of them comes."""
+        ...
+
+    def launch_rest(self) -> None:
+        """The last backward is over: launch what it left, at this point of the list on every rank alike."""
+        ...
+
+    def abandon(self) -> None:
+        """The step failed: join what the other replicas wait for."""
+        ...
+
+    def finish(self) -> None:
+        """Block until the sums are in the parameters' gradients."""
+        ...
+
+    def drop(self) -> None:
+        """Forget what a failed step left anywhere but in the parameters' gradients."""
+        ...
+
+
+class Unhalved:
+    """A reducer of a stage whose backward is never halved, all done once the last one is over."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self.recorder: Recorder | None = None
+
+    def note(self, started_ns: int) -> None:
+        """Record a sum that began then and is over."""
+        if self.recorder is not None:
+            self.recorder.reduce.append((self._stage, 0, started_ns, monotonic_ns()))
+
+    def arm(self) -> None:
+        """Nothing to prepare."""
+
+    def arm_for(self, waiting: Collection[nn.Parameter]) -> Callable[[nn.Parameter], None]:
+        """Refuse: no weight waits."""
+        raise BugError(f"the backward of stage {self._stage} is not halved")
+
+    def launch_rest(self) -> None:
+        """Sum, at this point of the list on every rank alike."""
+        raise BugError(f"{type(self).__name__} does not say how it sums")
+
+    def abandon(self) -> None:
+        """Join the sum, whatever is there."""
+        self.launch_rest()
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def drop(self) -> None:
+        """Nothing is kept."""
 
 
 class BucketReducer:
@@ -98,6 +163,9 @@ class BucketReducer:
             self.arm()
         self.launch_rest()
 
+    def drop(self) -> None:
+        """Nothing is kept."""
+
     def finish(self) -> None:
         """Block until every bucket is summed, and write the sums into the parameters' gradients."""
         for number, (bucket, (work, flat, started)) in enumerate(zip(self._buckets, self._flying, strict=True)):
@@ -121,17 +189,27 @@ class TieGroup:
     def finish(self) -> None:
         """Block until every copy's gradient is the sum over all copies."""
         for copies in self._copies:
-            total = torch.zeros_like(copies[0])
+            total = torch.zeros(copies[0].shape, dtype=copies[0].dtype, device=copies[0].device)
             for copy in copies:
                 if copy.grad is not None:
-                    total += copy.grad
+                    total += whole(copy.grad)
             if self._group is not None:
                 try:
                     dist.all_reduce(total, group=self._group)
                 except RuntimeError as error:
                     raise PeerError(f"gradient sum of a tied weight: {error}") from error
             for copy in copies:
-                copy.grad = total.clone()
+                copy.grad = like(total.clone(), copy)
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return a sharded tensor whole, on every replica; any other as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def like(value: Tensor, shard: Tensor) -> Tensor:
+    """Return a whole tensor, the same on every replica, sharded as `shard` is, if it is."""
+    return distribute_tensor(value, shard.device_mesh, shard.placements) if isinstance(shard, DTensor) else value
 
 
 class GradientSums:
@@ -139,7 +217,7 @@ class GradientSums:
 
     def __init__(
         self,
-        reducers: Mapping[int, BucketReducer],
+        reducers: Mapping[int, Reducer],
         ties: Mapping[int, TieGroup],
         parameters: Sequence[nn.Parameter],
     ) -> None:
@@ -190,6 +268,8 @@ class GradientSums:
         """After a failed step: drop its gradients, the earlier ones are as before."""
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             parameter.grad = earlier
+        for reducer in self._reducers.values():
+            reducer.drop()
         self._earlier = []
 
     def end(self) -> None:

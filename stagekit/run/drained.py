@@ -55,21 +55,23 @@ def drained_backward(wiring: Wiring, index: int, op: Op, stage: int, chunk: int,
                     settle(work, wiring.placement.stage_ranks[peer])
                 flight.sent[send] = ()
         flight.returned[index] = [None] * len(wiring.runners[stage].spec.inputs)
+        if is_last:
+            wiring.reductions.abandon(stage)
         if op is Op.B:
-            _complete(wiring, stage, chunk, is_last=is_last)
+            _release(wiring, stage, chunk)
 
     return backward
 
 
 def drained_weights(wiring: Wiring, stage: int, chunk: int, *, is_last: bool) -> Call:
     """Return W without its compute."""
-    return lambda: _complete(wiring, stage, chunk, is_last=is_last)
 
+    def weights() -> None:
+        if is_last:
+            wiring.reductions.abandon(stage)
+        _release(wiring, stage, chunk)
 
-def _complete(wiring: Wiring, stage: int, chunk: int, *, is_last: bool) -> None:
-    if is_last:
-        wiring.reductions.abandon(stage)
-    _release(wiring, stage, chunk)
+    return weights
 
 
 def _wait(wiring: Wiring, receives: Sequence[tuple[int, int]]) -> None:

@@ -6,6 +6,7 @@ that hold the same stages. Without a process group there is one rank and nothing
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import weakref
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from stagekit.errors import BugError, PeerError
+from stagekit.errors import BugError, PeerError, UserError
 from stagekit.run.agreement import exchange_text
 from stagekit.run.alarm import Alarm
 from stagekit.run.layout import TAG_CLOCK
@@ -66,6 +68,8 @@ class Groups:
         self.replica, self.pipeline_rank = divmod(self.global_rank, pipeline_ranks)
         is_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend(self._world))
         self.comm_device = device if is_nccl else torch.device("cpu")
+        assert self._world is not None
+        _level(self._world, self.comm_device)
         rows = [members[r * pipeline_ranks : (r + 1) * pipeline_ranks] for r in range(replicas)]
         self._members, self._num_replicas = rows[self.replica], replicas
         if pipeline_ranks > 1:
@@ -127,9 +131,22 @@ class Groups:
         _used[prefix] += 1
         return f"{prefix}/{_used[prefix]}"
 
+    @functools.cached_property
+    def replica_mesh(self) -> DeviceMesh:
+        """The ranks that hold this rank's stages, as a mesh of one dimension. First asked for on every rank alike."""
+        if self._world is None:
+            raise UserError(
+                "parallelize needs a process group; call stagekit.init() or torch.distributed.init_process_group"
+            )
+        group = self.replicas or _new_group([self._members[self.pipeline_rank]])
+        return DeviceMesh.from_group(group, self.comm_device.type, mesh_dim_names=("replicas",))
+
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return a group of these pipeline ranks for a member, None for others and for a single rank."""
-        if len(ranks) < 2 or self.pipeline_rank not in ranks or self.pipeline is None:
+        """Return a group of these pipeline ranks for a member, None for others and for a single rank. Called on every rank."""
+        if len(ranks) < 2 or self.pipeline is None:
+            return None
+        if self.pipeline_rank not in ranks:
+            _new_group([self._members[self.pipeline_rank]])  # Note [Names of groups]
             return None
         return _new_group([self._members[rank] for rank in ranks])
 
@@ -246,6 +263,19 @@ class Groups:
 
 def _nothing() -> None:
     """What there is to close without shared memory."""
+
+
+def _level(world: dist.ProcessGroup, device: torch.device) -> None:
+    """Have every rank of `world` reach the same number of groups.
+
+    Note [Names of groups]: torch names a group that only its members make after them and after the number of groups
+    that the process has; where two members have different numbers, each waits for ever under a name of its own. So a
+    rank that a group leaves out makes one of itself.
+    """
+    most = torch.tensor([mine := len(dist.distributed_c10d._world.pg_names)], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world)
+    for _ in range(int(most) - mine):
+        _new_group([dist.get_rank()])
 
 
 def _new_group(members: Sequence[int]) -> dist.ProcessGroup:

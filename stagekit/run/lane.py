@@ -33,6 +33,7 @@ from stagekit.run.merge import Rule, merge_outputs
 from stagekit.run.stage import StageRunner
 from stagekit.run.stats import Recorder
 from stagekit.run.transport import settle
+from stagekit.run.wrapped import Parallelize
 
 
 class StageSource(Protocol):
@@ -56,6 +57,7 @@ class RunOptions:
     loss_weight: LossWeight | None  # None: a chunk's rows
     seed: int
     output_rules: tuple[Rule | None, ...] = ()  # per output leaf; empty: the defaults
+    parallelize: Parallelize | None = None  # what the user makes of each stage's module
     compiled: Mapping[int, str] | None = None  # backend per stage that an earlier attempt chose for compile="auto"
 
 

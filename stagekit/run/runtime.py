@@ -23,13 +23,14 @@ from stagekit.plan.plan import Plan, check_counts, verified_lists
 from stagekit.plan.schedules.registry import FORWARD
 from stagekit.run.agreement import Agreement
 from stagekit.run.compiling import compile_stages
-from stagekit.run.data_parallel import BucketReducer, GradientSums, TieGroup
+from stagekit.run.data_parallel import BucketReducer, GradientSums, Reducer, TieGroup, like, whole
 from stagekit.run.executor import Executor
 from stagekit.run.groups import Groups
 from stagekit.run.lane import Course, Lane, RunOptions, StageSource, StepResult
 from stagekit.run.layout import Placement
 from stagekit.run.stage import StageRunner, written_states
 from stagekit.run.stats import ActionHook
+from stagekit.run.wrapped import is_sharded, parallelized, reducer_of
 
 
 class EvaluationSource(StageSource, Protocol):
@@ -65,16 +66,20 @@ class Run:
         self.placement = Placement(plan.model, plan.stage_ranks, self.rank, plan.num_chunks)
         edges = {edge.value: edge for edge in plan.model.edges}
         last = self.placement.last_stage
-        self._runners = {
-            stage: StageRunner(
+        self._parallelized: dict[int, nn.Module] = {}  # what the user's `parallelize` returned
+        self._runners: dict[int, StageRunner] = {}
+        for stage in self.placement.own_stages:
+            module = source.stage_module(stage, device=device)
+            if options.parallelize is not None:
+                self._parallelized[stage] = parallelized(options.parallelize, module, self.groups.replica_mesh)
+            self._runners[stage] = StageRunner(
                 plan.model.stages[stage],
-                source.stage_module(stage, device=device),
+                module,
                 edges,
                 recompute=plan.recompute and stage != last,  # the last stage's backward follows at once
-                defer_weights=stage in plan.halved,
+                defer_weights=stage in plan.halved and stage not in self._parallelized,
+                call=self._parallelized.get(stage),
             )
-            for stage in self.placement.own_stages
-        }
         self.compiled = dict.fromkeys(self._runners, "eager")  # the backend of each of this rank's stages
         if plan.compile != "eager":
             self.compiled |= compile_stages(
@@ -224,6 +229,11 @@ class Run:
     def _make_evaluation(self) -> Lane:
         if not isinstance(self.source, Evaluates):
             raise UserError("this pipeline can't be captured in eval mode: make it with stagekit.pipeline")
+        if any(is_sharded(made) for made in self._parallelized.values()):
+            raise UserError(
+                "eval reads whole parameters, and parallelize sharded them (fully_shard); evaluate a pipeline without "
+                "parallelize that loads this one's state_dict()"
+            )
         source = self.source.evaluation()
         spec, plan = source.spec, self.plan
         placement = Placement(spec, plan.stage_ranks, self.rank, plan.num_chunks)
@@ -248,13 +258,12 @@ class Run:
         if not self.plan.trains:
             return GradientSums({}, {}, [])
         parameters = {stage: dict(runner.module.named_parameters()) for stage, runner in self._runners.items()}
-        reducers = {}
-        if self.groups.replicas is not None:
-            reducers = {
-                stage: BucketReducer(runner.spec, parameters[stage], self.groups.replicas)
-                for stage, runner in self._runners.items()
-                if runner.spec.buckets
-            }
+        reducers: dict[int, Reducer] = {}
+        for stage, runner in self._runners.items():
+            if stage in self._parallelized and runner.spec.buckets:
+                reducers |= reducer_of(stage, self._parallelized[stage], runner.module, self.groups.replica_mesh)
+            if stage not in reducers and self.groups.replicas is not None and runner.spec.buckets:
+                reducers[stage] = BucketReducer(runner.spec, parameters[stage], self.groups.replicas)
         ties = {}
         for number, stages in enumerate(routes_of(self.plan.model).ties):
             ranks = sorted({self.plan.stage_ranks[stage] for stage in stages})
@@ -279,7 +288,7 @@ class Run:
         """Return this rank's parameters and buffers; the union over ranks loads into the unsplit model, strict."""
         state: dict[str, Tensor] = {}
         for runner in self._runners.values():
-            state.update(runner.module.state_dict())
+            state.update({name: whole(value) for name, value in runner.module.state_dict().items()})
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -289,7 +298,7 @@ class Run:
             missing = [name for name in own if name not in state]
             if missing:
                 raise UserError(f"the state dict lacks {missing[:5]} of stage {runner.spec.index}")
-            runner.module.load_state_dict({name: state[name] for name in own})
+            runner.module.load_state_dict({name: like(state[name], value) for name, value in own.items()})
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
@@ -303,7 +312,9 @@ class Run:
         for stage, runner in self._runners.items():
             for name, parameter in runner.module.named_parameters():
                 if parameter.grad is not None and holder[name] == stage:
-                    squares[order[name]] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).cpu() ** 2
+                    squares[order[name]] = (
+                        whole(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)).cpu() ** 2
+                    )
         squares = squares.to(self.groups.comm_device)
         if self.groups.pipeline is not None:
             dist.all_reduce(squares, group=self.groups.pipeline)

@@ -115,11 +115,14 @@ class StageRunner:
         *,
         recompute: bool,
         defer_weights: bool = False,
+        call: nn.Module | None = None,
     ) -> None:
-        """`defer_weights`: backwards come in two halves, `input_gradient` and `weight_gradient`."""
+        """`defer_weights`: backwards come in two halves, `input_gradient` and `weight_gradient`. `call`: what runs in
+        place of the module, a wrapper of it.
+        """
         self.spec, self.module = spec, module
-        self._call = cast(StageModule, module)
-        self._set_seed_base = self._call.set_seed_base
+        self._call = cast(Callable[..., tuple[Tensor, ...]], call or module)
+        self._set_seed_base = cast(StageModule, module).set_seed_base
         self._leaf_positions = tuple(
             position
             for position, ref in enumerate(spec.inputs)
@@ -249,6 +252,11 @@ class StageRunner:
         for position in self._leaf_positions:
             arguments[position] = arguments[position].grad
         return arguments
+
+    @property
+    def halves(self) -> bool:
+        """Whether `weight_gradient` has anything to do."""
+        return self._take_deferred is not None
 
     @property
     def keeps_no_graph(self) -> bool:

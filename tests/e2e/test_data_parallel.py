@@ -41,6 +41,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.words = nn.Embedding(WORDS, WIDTH)
+        nn.init.normal_(self.words.weight, std=0.1)  # else tied scores are so large that rounding errors grow
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
@@ -75,7 +76,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def alone(option: str) -> dict[str, Tensor]:
@@ -179,4 +180,3 @@ def test_a_sample_of_replicas_train_as_one_process() -> None:
 @pytest.mark.soak
 def test_replicas_train_as_one_process() -> None:
     check(every_case())
-

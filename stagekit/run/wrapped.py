@@ -1,0 +1,145 @@
+"""Stages that the user's `parallelize` changed: sharded by FSDP2 (`fully_shard`), or wrapped in DistributedDataParallel.
+
+Both expect one backward per step; a pipeline has one per chunk. So nothing is synchronised until a stage's last chunk,
+FSDP2 gathers its parameters once per step, and the step's gradients are summed over replicas, not averaged: losses are
+weighted over all replicas already. Such a stage computes all of its backward in B or I: weights that wait are unknown
+to both. Called by stagekit.run.runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from time import monotonic_ns
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from stagekit.errors import UserError
+from stagekit.run.data_parallel import Reducer, Unhalved
+
+Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
+
+
+def parallelized(parallelize: Parallelize, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return what runs in place of a stage's module. Raises UserError for what the runtime can't drive.
+
+    `mesh`: the replicas of this stage, one dimension named "replicas".
+    """
+    made = parallelize(module, mesh)
+    is_inside = isinstance(made, DistributedDataParallel) and made.module is module
+    if made is not module and not is_inside:
+        raise UserError(
+            f"parallelize returned a {type(made).__name__}; return the stage's module, changed in place (fully_shard), or "
+            "DistributedDataParallel(stage_module, process_group=mesh.get_group())"
+        )
+    if isinstance(made, FSDPModule):
+        made.set_gradient_divide_factor(1.0)
+        made.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        made.set_reduce_scatter_unused_params(True)  # or replicas would exchange different sizes
+    return made
+
+
+def is_sharded(made: nn.Module) -> bool:
+    """Say whether FSDP2 holds the parameters."""
+    return isinstance(made, FSDPModule)
+
+
+def reducer_of(stage: int, made: nn.Module, module: nn.Module, mesh: DeviceMesh) -> dict[int, Reducer]:
+    """Return what sums the gradients of a stage that `parallelize` returned; nothing for an ordinary one."""
+    if isinstance(made, FSDPModule):
+        return {stage: ShardedReducer(stage, made)}
+    if isinstance(made, DistributedDataParallel):
+        return {stage: WrappedReducer(stage, made, mesh.size())}
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        raise UserError(
+            f"parallelize made DTensors of parameters of stage {stage} without fully_shard; the runtime drives fully_shard "
+            "and DistributedDataParallel"
+        )
+    return {}
+
+
+class ShardedReducer(Unhalved):
+    """One stage under FSDP2: gathered at its first forward of a step, reduced and sharded again after its last chunk."""
+
+    def __init__(self, stage: int, module: FSDPModule) -> None:
+        super().__init__(stage)
+        self._module = module
+        self._keep(gathered=True)
+
+    def _keep(self, *, gathered: bool) -> None:
+        self._module.set_requires_gradient_sync(not gathered)
+        self._module.set_is_last_backward(not gathered)
+        self._module.set_reshard_after_backward(not gathered)
+        self._module.set_reshard_after_forward(not gathered)
+
+    def _groups(self) -> Iterator[Any]:
+        for state in self._state()._state_ctx.all_states:
+            yield from state._fsdp_param_groups
+
+    def _state(self) -> Any:
+        return self._module._get_fsdp_state()
+
+    def launch_rest(self) -> None:
+        """Sum the step's gradients into the shards."""
+        started = monotonic_ns()
+        for group in self._groups():
+            group.unshard()  # no forward may have run here, while other replicas wait for this one
+            group.wait_for_unshard()
+        self._keep(gathered=False)
+        for group in self._groups():
+            group.post_backward()
+        self._state()._root_post_backward_final_callback()
+        self._keep(gathered=True)
+        self.note(started)
+
+    def drop(self) -> None:
+        """Forget the gradients of a step that failed."""
+        for group in self._groups():
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
+                parameter.unsharded_accumulated_grad = None
+            group.reshard()
+        self._state()._state_ctx.iter_forward_root = None
+
+
+class WrappedReducer(Unhalved):
+    """One stage under DistributedDataParallel: prepared for its last chunk's backward only."""
+
+    def __init__(self, stage: int, module: DistributedDataParallel, replicas: int) -> None:
+        super().__init__(stage)
+        self._module, self._replicas = module, replicas
+        self._parameters = [p for p in module.module.parameters() if p.requires_grad]
+        self._missing: set[nn.Parameter] = set()
+        self._is_armed = False
+        module.require_backward_grad_sync = False  # as inside no_sync
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._seen)
+
+    def _seen(self, parameter: Tensor) -> None:
+        if self._is_armed:
+            self._missing.discard(parameter)
+
+    def arm(self) -> None:
+        """The next backward is the stage's last of the step."""
+        self._started = monotonic_ns()
+        self._missing, self._is_armed = set(self._parameters), True
+        self._module.reducer.prepare_for_backward([])
+
+    def launch_rest(self) -> None:
+        """Add zeros to the parameters that the last chunk did not use, so that no replica waits for them."""
+        if not self._is_armed:
+            self.arm()
+        if self._missing:
+            missing = [parameter for parameter in self._parameters if parameter in self._missing]
+            torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+        self._is_armed = False
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._replicas)  # it averages
+        self.note(self._started)

@@ -1,0 +1,157 @@
+"""Stages that `parallelize` changes: FSDP2 and DistributedDataParallel train as the unsplit model does, and fail as it does."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from stagekit.api import capture_model, plan_pipeline
+from stagekit.errors import StagekitError, UserError
+from stagekit.testing import spawn
+
+WIDTH, ROWS, CHUNKS, STEPS = 8, 16, 4, 3
+SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # → stages per rank
+
+
+def sharded(module, mesh):
+    return fully_shard(module, mesh=mesh)
+
+
+def wrapped(module, mesh):
+    return DistributedDataParallel(module, process_group=mesh.get_group())
+
+
+KINDS = {"FSDP2": sharded, "DDP": wrapped}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def loss(output, target):
+    if bool((target > 90).any()):
+        raise ValueError("a target beyond reach")
+    return ((output - target) ** 2).mean()
+
+
+def valid_rows(target):
+    return float((~target.isnan().any(1)).sum())
+
+
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    return (
+        torch.randn(ROWS, WIDTH, generator=generator),
+        torch.randn(ROWS, WIDTH, generator=generator),
+    )
+
+
+@functools.cache
+def captured():
+    return capture_model(Model, (torch.zeros(2, WIDTH),))
+
+
+def pipeline(schedule, parallelize, **options):
+    per_rank = SCHEDULES[schedule]
+    stages = 2 * per_rank
+    return plan_pipeline(
+        captured(), loss_fn=loss, stages=stages, chunks=CHUNKS, schedule=schedule, stages_per_rank=per_rank,
+        replicas=2, split=[f"layers.{8 * cut // stages}" for cut in range(1, stages)], measured=False,
+        parallelize=parallelize, **options,
+    )  # fmt: skip
+
+
+def half(tensor, run):
+    return tensor[run.replica * ROWS // 2 : (run.replica + 1) * ROWS // 2]
+
+
+def step(run, number):
+    x, target = batch(number)
+    return run.step(half(x, run), target=half(target, run)).loss
+
+
+def trained(rank):
+    """Train each kind under each schedule: two accumulated batches a step, clipping; also a step that fails."""
+    results = {}
+    for kind in KINDS:
+        for schedule in SCHEDULES:
+            run = pipeline(schedule, KINDS[kind]).deploy()
+            optimizer = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
+            for number in range(STEPS):
+                with run.no_sync():
+                    step(run, 2 * number)
+                step(run, 2 * number + 1)
+                norm = run.clip_grad_norm_(0.2)
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == 0:
+                    x, target = batch(9)
+                    target[ROWS - 1] = 99.0  # the second replica's last chunk
+                    with pytest.raises(StagekitError, match="a target beyond reach"):
+                        run.step(half(x, run), target=half(target, run))
+            results[kind, schedule] = norm, run.state_dict()
+    return results
+
+
+def test_sharded_and_wrapped_stages_train_as_the_unsplit_model_and_survive_a_failed_step():
+    ranks = spawn(trained, 4, timeout_s=240.0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(STEPS):
+        for each in (2 * number, 2 * number + 1):
+            x, target = batch(each)
+            loss(model(x), target).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    for key in ranks[0]:
+        got = ranks[0][key][1] | ranks[1][key][1]
+        again = ranks[2][key][1] | ranks[3][key][1]
+        assert ranks[0][key][0] == pytest.approx(float(norm), rel=1e-5), key
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-6, msg=f"{key} {name}")
+            assert torch.equal(got[name], again[name]), (key, name)
+
+
+def odd(rank):
+    """A last chunk that weighs nothing on one replica; loading; what is refused."""
+    results = {}
+    for kind in KINDS:
+        run = pipeline("1f1b", KINDS[kind], loss_weight=valid_rows).deploy()
+        x, target = batch(0)
+        target[-2:] = float("nan")
+        run.step(half(x, run), target=half(target, run))
+        whole = {name: value * 2 for name, value in run.state_dict().items()}
+        run.load_state_dict(whole)
+        assert all(torch.equal(value, whole[name]) for name, value in run.state_dict().items())
+        results[kind] = {
+            name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in run.named_parameters()
+        }
+    run = pipeline("1f1b", sharded).deploy()
+    with pytest.raises(UserError, match="parallelize sharded them"):
+        run.eval(half(batch(0)[0], run))
+    with pytest.raises(UserError, match="parallelize returned a Sequential"):
+        pipeline("1f1b", lambda module, mesh: nn.Sequential(module)).deploy()
+    return results
+
+
+def test_chunks_without_weight_are_left_out_and_other_wrappers_are_refused():
+    ranks = spawn(odd, 4)
+    model = Model()
+    x, target = batch(0)
+    loss(model(x)[:-2], target[:-2]).backward()
+    for kind in KINDS:
+        got = ranks[0][kind] | ranks[1][kind]
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(got[name], parameter.grad, msg=f"{kind} {name}")
