@@ -104,6 +104,7 @@ def test_an_exception_in_one_rank_is_shown_as_that_ranks_and_not_its_neighbours(
     assert "step 2" in text
     assert "broken.py" in text
     assert "PeerError" not in text
+    assert "recvValueWithTimeout" not in cluster.pipectl("logs", job_id).stdout  # torch's, of a store that ended
 
 
 def test_a_forgotten_return_in_optimizer_is_told_instead_of_training_nothing(cluster):
@@ -125,6 +126,7 @@ def test_a_worker_that_dies_without_a_word_is_named_with_its_signal(cluster):
     text = cluster.describe(job_id)
     assert "SIGNALLED: rank 0 (stages [0])" in text
     assert "SIGKILL" in text or "signal 9" in text
+    assert "recvValueWithTimeout" not in cluster.pipectl("logs", job_id).stdout
 
 
 def test_cancelling_a_running_job_ends_it_and_frees_its_slots(cluster):
