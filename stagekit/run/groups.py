@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stagekit.errors import BugError, PeerError, UserError
 from stagekit.run.agreement import exchange_text
 from stagekit.run.alarm import Alarm
-from stagekit.run.layout import TAG_CLOCK
+from stagekit.run.layout import TAG_CLOCK, TAG_STATUS
 from stagekit.run.shm.helper import Helper
 from stagekit.run.shm.setup import VARIABLE, connect
 from stagekit.run.shm.transport import ShmTransport
@@ -189,10 +189,39 @@ class Groups:
         """Sum `tensor` over every rank, in place. Raises PeerError."""
         if self._world is None or dist.get_world_size(self._world) == 1:
             return
+        if self.replicas is None and tensor.device.type == "cpu":
+            self._sum_over_pipeline(tensor)
+            return
         try:
             dist.all_reduce(tensor, group=self._world)
         except RuntimeError as error:
             raise PeerError(f"exchange of the step's status: {error}") from error
+
+    def _sum_over_pipeline(self, tensor: Tensor) -> None:
+        """Sum through pipeline rank 0, which adds up and answers: two messages instead of a collective, which takes
+        ten times as long over shared memory. What rank 0 hears of a lost rank it tells the others.
+        """
+        packed = torch.cat([tensor, torch.full((1,), -1.0, dtype=tensor.dtype)])  # last: a rank that is lost
+        others = range(1, len(self._members))
+        if self.pipeline_rank:
+            settle(self._transport.send([packed], 0, TAG_STATUS), 0)
+            settle(self._transport.recv([packed], 0, TAG_STATUS), 0)
+        else:
+            parts = [torch.empty_like(packed) for _ in others]
+            works = [self._transport.recv([part], peer, TAG_STATUS) for part, peer in zip(parts, others, strict=True)]
+            for peer, work, part in zip(others, works, parts, strict=True):
+                try:
+                    settle(work, peer)
+                    packed[:-1] += part[:-1]
+                except PeerError:
+                    packed[-1] = peer
+            for peer in others:
+                if peer != packed[-1]:
+                    settle(self._transport.send([packed], peer, TAG_STATUS), peer)
+        if packed[-1] >= 0:
+            peer = int(packed[-1])
+            raise PeerError(f"exchange of the step's status: pipeline rank {peer} is gone", peer_rank=peer)
+        tensor.copy_(packed[:-1])
 
     def spread_over_replicas(self, value: int) -> int:
         """Return the largest minus the smallest `value` (below 2**62) over the replicas of this rank's stages."""

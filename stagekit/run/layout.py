@@ -19,7 +19,7 @@ Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride, d
 
 MAX_VALUES = 256  # between two stages, per chunk
 MAX_INPUTS = 128  # of the model; as many leaves of the target
-TAG_HEADER, TAG_CLOCK, TAG_INPUTS, TAG_VALUES = 1, 2, 1 << 10, 1 << 20
+TAG_HEADER, TAG_CLOCK, TAG_STATUS, TAG_INPUTS, TAG_VALUES = 1, 2, 3, 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
