@@ -27,9 +27,11 @@ from stagekit.arguments import (
     check_options,
     check_outputs,
     check_specs,
+    compression,
 )
 from stagekit.errors import UserError
 from stagekit.graph.capture.capture import Captured, capture
+from stagekit.graph.capture.precision import FP32, precise
 from stagekit.graph.compile.compilers import resolve
 from stagekit.graph.cut.cut import Cut
 from stagekit.graph.values.build import Start
@@ -162,7 +164,12 @@ class Pipeline:
         plan, decision = self.plan, Decision.from_json(decided)
         made = repeated(self.cut.captured, decision, buckets=self.cut.buckets, known=self.cut)
         self.ranking = None  # of what this rank would have chosen
-        self._set_cut(made.cut, made.plan(replicas=plan.replicas, compile=plan.compile, recompute=plan.recompute))
+        self._set_cut(made.cut, made.plan(**_options_of(plan)))
+
+
+def _options_of(plan: Plan) -> dict[str, Any]:
+    names = ("replicas", "compile", "recompute", "compress")
+    return {name: getattr(plan, name) for name in names}
 
 
 def _world_size(group: dist.ProcessGroup | None) -> int:
@@ -190,6 +197,7 @@ def pipeline(
     compile: str = "eager",
     recompute: bool = False,
     parallelize: Parallelize | None = None,
+    precision: str = FP32,
     seed: int = 0,
     init: str = "",
     weights: str | Path | None = None,
@@ -204,7 +212,9 @@ def pipeline(
     chunk's mean loss; `loss_weight(target)` its weight, rows by default, and "sum" adds losses that are sums over rows. `split` says where stages begin: "balanced" or
     `Balanced(...)` with its options, "parameters", "layers", "bucket:25MiB", or module paths. `compile`: "eager", "default"
     (inductor on CUDA), a backend of torch.compile, or "auto", which times eager and inductor when deployed. `buckets`
-    {"cap": bytes, "first": bytes} cuts each stage into submodules whose gradients are reduced together. `args_spec` and `kwargs_spec` say of an argument
+    {"cap": bytes, "first": bytes} cuts each stage into submodules whose gradients are reduced together, "compress": "bf16"
+    rounds those on their way. `precision`: "bf16" or "fp16" runs model and loss under torch.autocast of that type, whose
+    parameters stay as they are; with fp16 use `GradScaler(run)`. `args_spec` and `kwargs_spec` say of an argument
     `Split(dim)` or `Replicate()`, `output_spec` of an output `Cat(dim)`, `Stack()`, `Sum()`, `Mean()` or a function.
     `stages_per_rank` is a number, or one number per rank, each of which then holds the next so many stages.
     `schedule="auto"` compares all schedules on measured costs and takes the fastest that fits `Balanced(memory_bytes=…)`,
@@ -228,7 +238,9 @@ def pipeline(
         loss_fn=loss_fn,
         split=split,
     )
-    check_options(recompute=recompute, loss_weight=loss_weight, init=init, weights=weights, device=device)
+    check_options(
+        recompute=recompute, loss_weight=loss_weight, init=init, weights=weights, device=device, precision=precision
+    )
     check_specs(args_spec, kwargs_spec, output_spec)
     if open_on is None:
         assert stages is not None and not isinstance(stages_per_rank, str)
@@ -239,6 +251,7 @@ def pipeline(
         parse_split(split)
     check_forward(schedule, loss_fn=loss_fn, loss_weight=loss_weight, recompute=recompute)
     bucket_rule(buckets)
+    compression(buckets)
     captured = capture_model(
         model,
         args,
@@ -250,6 +263,7 @@ def pipeline(
         args_spec=args_spec,
         kwargs_spec=kwargs_spec,
         forward_only=is_forward_only(schedule),
+        precision=precision,
     )
     return plan_pipeline(
         captured,
@@ -285,11 +299,12 @@ def capture_model(
     kwargs_spec: Mapping[str, Any] | None = None,
     check: bool = True,
     forward_only: bool = False,
+    precision: str = FP32,
 ) -> Captured:
     """First half of `pipeline`: the model as one graph, compared with the model unless `check` is False (a worker
     repeats a capture that was checked when the plan was made). `lock_dir`: a folder of this node in which its workers
-    take turns where a whole model must be built. `forward_only`: in eval mode, without gradients. Raises CaptureError,
-    UserError.
+    take turns where a whole model must be built. `forward_only`: in eval mode, without gradients. `precision`: also
+    of the loss that `plan_pipeline` is given. Raises CaptureError, UserError.
     """
     check_model(model, args, kwargs)
     again = functools.partial(
@@ -302,6 +317,7 @@ def capture_model(
         args_spec=args_spec,
         kwargs_spec=dict(kwargs_spec) if kwargs_spec else None,
         start=Start(init, Path(weights) if weights else None, lock_dir),
+        precision=precision,
     )
     if forward_only:
         return again(check=check, training=False).without_gradients()
@@ -358,7 +374,10 @@ def plan_pipeline(
         at_nodes=at_nodes,
         measured=measured,
     )
-    plan = made.plan(replicas=replicas, compile=backend, recompute=recompute)
+    compress = compression(buckets)
+    plan = made.plan(replicas=replicas, compile=backend, recompute=recompute, compress=compress)
+    if loss_fn is not None:
+        loss_fn = precise(loss_fn, captured.precision, captured.device)
     rules = flatten_rules(output_spec, made.cut.spec.outputs)
     return Pipeline(made.cut, plan, RunOptions(loss_fn, loss_weight, seed, rules, parallelize), made.ranking)
 

@@ -16,10 +16,12 @@ from torch.utils._pytree import tree_leaves
 from stagekit.errors import SplitError, UserError
 from stagekit.graph.buckets.rule import BucketRule
 from stagekit.graph.capture.capture import Captured
+from stagekit.graph.capture.precision import FP32, PRECISIONS
 from stagekit.graph.capture.specs import Replicate, Split
 from stagekit.graph.values.build import INITS
 from stagekit.plan.schedules.registry import is_forward_only
 from stagekit.plan.split import Balanced, parse_bytes
+from stagekit.run.data_parallel import COMPRESSIONS
 from stagekit.run.loss import SUM
 from stagekit.run.merge import Cat, Mean, Stack, Sum
 
@@ -89,8 +91,12 @@ def check_forward(schedule: str, *, loss_fn: Any, loss_weight: Any, recompute: A
         raise UserError("loss_weight weighs the losses of chunks, but loss_fn is None; give loss_fn, or leave it out")
 
 
-def check_options(*, recompute: Any, loss_weight: Any, init: Any, weights: Any, device: Any) -> None:
+def check_options(
+    *, recompute: Any, loss_weight: Any, init: Any, weights: Any, device: Any, precision: Any = FP32
+) -> None:
     """Raise UserError naming the first of these that is of the wrong kind."""
+    if precision not in PRECISIONS:
+        raise UserError(f"precision is {precision!r}; give {', '.join(map(repr, PRECISIONS))}")
     if not isinstance(recompute, bool):
         raise UserError(f"recompute is {recompute!r}; give True or False")
     if not (loss_weight is None or callable(loss_weight) or loss_weight == SUM):
@@ -149,10 +155,22 @@ def bucket_rule(buckets: Any) -> BucketRule | None:
     """Return the rule that {"cap": 25 << 20, "first": "1MiB"} stands for; None, or a cap of 0: one bucket per stage."""
     if buckets is None:
         return None
-    if not isinstance(buckets, Mapping) or not buckets.keys() <= {"cap", "first"} or "cap" not in buckets:
-        raise UserError(f'buckets is {buckets!r}; give {{"cap": bytes}} or {{"cap": bytes, "first": bytes}}')
-    sizes = {name: _bytes(name, value) for name, value in buckets.items()}
-    return BucketRule(sizes["cap"], sizes.get("first") or None) if sizes["cap"] else None
+    known = isinstance(buckets, Mapping) and bool(buckets) and buckets.keys() <= {"cap", "first", "compress"}
+    if not known or ("first" in buckets and "cap" not in buckets):
+        raise UserError(
+            f'buckets is {buckets!r}; give {{"cap": bytes, "first": bytes, "compress": "bf16"}}, or some of these ("first" with "cap")'
+        )
+    sizes = {name: _bytes(name, value) for name, value in buckets.items() if name != "compress"}
+    cap = sizes.get("cap", 0)
+    return BucketRule(cap, sizes.get("first") or None) if cap else None
+
+
+def compression(buckets: Any) -> str:
+    """Return the type that gradients are rounded to before they are summed over replicas; empty: they are not."""
+    given = (buckets or {}).get("compress")
+    if given not in (None, *COMPRESSIONS):
+        raise UserError(f"buckets: compress is {given!r}; give {' or '.join(map(repr, COMPRESSIONS))}, or leave it out")
+    return given or ""
 
 
 def _bytes(name: str, value: Any) -> int:

@@ -26,6 +26,7 @@ import torch
 
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import ScheduleError, SplitError, StagekitError, UserError, WeightsError
+from stagekit.graph.capture.precision import FP32
 from stagekit.graph.compile.compilers import check_backend
 from stagekit.load import check_evaluation, check_mode, load_program, schedule_file
 from stagekit.plan.plan import check_per_rank
@@ -68,6 +69,7 @@ def _plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> d
         init="" if spec["init"] == "auto" else spec["init"],
         weights=spec["weights"] or getattr(program, "weights", None),
         forward_only=scores,
+        precision=spec["train"].get("precision") or FP32,
     )
     if quick and isinstance(split, Balanced) and split.costs == "measured":  # what fits a cap needs no costs
         split = "parameters" if split.memory_bytes is None else replace(split, costs="bytes")

@@ -20,7 +20,6 @@ REQUIRED = {
     TRAIN: ("build_model", "example_inputs", "loss", "optimizer", "batches"),
     SCORE: ("build_model", "example_inputs", "batches", "collect"),
 }  # by the program's mode
-NOT_YET = ("parallelize",)  # of the Program protocol; ignoring one would train something else
 
 _PLACES = ("folder", "source_dir")  # of an hf: program, which `program` and `source` name
 
@@ -50,9 +49,6 @@ def load_program(path: str, params: Mapping[str, Any], source_dir: str | None = 
     if program_class is None:
         names = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module_name]
         raise UserError(f"{module_name} has no {class_name}; it defines {', '.join(names) or 'no class'}")
-    unsupported = [name for name in NOT_YET if hasattr(program_class, name)]
-    if unsupported:
-        raise UserError(f"{', '.join(unsupported)} is not supported by this version; remove it from {class_name}")
     _check_params(program_class, params)
     if "mode" in vars(program_class) or not hasattr(program_class, "collect"):
         _check_methods(program_class, class_name)  # before anything is built; else its constructor may set the mode
@@ -71,6 +67,11 @@ def _check_methods(program: Any, class_name: str) -> None:
         also = f', or write mode = "{SCORE}" in it' if mode == TRAIN and hasattr(program, "collect") else ""
         raise UserError(
             f'{class_name} lacks {", ".join(missing)} for mode "{mode}"; see stagekit.program.Program{also}'
+        )
+    if mode == SCORE and hasattr(program, "parallelize"):
+        raise UserError(
+            f'{class_name} has parallelize(), which only programs of mode "{TRAIN}" are asked for: replicas of a forward job '
+            "end at different times, and sharded ones would wait for each other; remove it"
         )
     if mode == TRAIN and hasattr(program, "collect") and "mode" not in vars(program):
         raise UserError(

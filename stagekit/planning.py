@@ -123,7 +123,7 @@ class Made:
     memory_limit: float | None = None
     ranking: Ranking | None = None
 
-    def plan(self, *, replicas: int, compile: str, recompute: bool) -> Plan:
+    def plan(self, *, replicas: int, compile: str, recompute: bool, compress: str = "") -> Plan:
         """Schedule the cut. Raises ScheduleError, UserError."""
         return make_plan(
             self.cut.spec,
@@ -136,6 +136,7 @@ class Made:
             costs=self.costs,
             memory_limit=self.memory_limit,
             window=self.window,
+            compress=compress,
         )
 
 

@@ -45,7 +45,10 @@ class Program(Protocol):
         ...
 
     def batches(self, start_step: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yield the batches of steps `start_step`, `start_step` + 1, …; called on one rank per replica."""
+        """Yield batch number `start_step`, the next, …; called on one rank per replica.
+
+        A step takes one; with `train.accumulate: N` it takes N, so that step s begins with batch s × N.
+        """
         ...
 
 
@@ -91,6 +94,9 @@ class ProgramDefaults:
     #   scheduler(self, optimizer) -> LRScheduler      stepped after each optimizer step
     #   evaluate(self, run, step) -> dict[str, float]      every `train.eval_every` steps on every rank alike: calls
     #       run.eval(...) as often as it likes; its numbers are logged and reach `on_step`
+    #   parallelize(self, stage_module, mesh) -> nn.Module      changes each stage where it runs: returns
+    #       fully_shard(stage_module, mesh=mesh), or DistributedDataParallel over mesh.get_group(); `mesh` has the stage's
+    #       replicas, in one dimension. Sharded stages can't be evaluated with run.eval
     #   weights: Path | None      start weights of the model, where the job file names none; see stagekit.graph.values.weights
     #   on_step(self, step, metrics) -> bool | None    after each step on the last stage of replica 0, with "loss",
     #       "step_s" and "tokens_per_s"; True ends the job after this step: all ranks stop, weights are saved

@@ -26,7 +26,13 @@ class Metric:
 
 # From the workers. Series without a stage label come from the last stage of replica 0 only, else sums multiply.
 WORKER_METRICS = (
-    Metric("piped_chunk_duration_seconds", "histogram", "Compute of one chunk in one stage.", ("stage", "phase")),
+    Metric(
+        "piped_chunk_duration_seconds",
+        "histogram",
+        "Compute of one chunk in one stage; its backward is either whole, or in two halves (phases backward_input and "
+        "backward_weight).",
+        ("stage", "phase"),
+    ),
     Metric(
         "piped_chunk_latency_seconds",
         "histogram",
@@ -38,6 +44,13 @@ WORKER_METRICS = (
     Metric("piped_p2p_bytes", "counter", "Bytes handed to the transport.", ("stage", "direction")),
     Metric(
         "piped_grad_sync_seconds", "histogram", "All-reduce of one stage's gradients over its replicas.", ("stage",)
+    ),
+    Metric(
+        "piped_grad_sync_exposed_seconds",
+        "histogram",
+        "Time of a step that a stage's rank waited for that all-reduce, with nothing left to compute (not measured in "
+        "stages that DistributedDataParallel wraps).",
+        ("stage",),
     ),
     Metric("piped_optimizer_duration_seconds", "histogram", "Optimizer step of one stage.", ("stage",)),
     Metric("piped_bubble_seconds", "counter", "Time of a step in which the stage's rank did not compute.", ("stage",)),
@@ -65,5 +78,12 @@ NODE_METRICS = (
     Metric("piped_worker_exits", "counter", "Workers that ended.", ("stage", "reason")),
 )
 
-PHASES = ("forward", "backward")
+PHASES = ("forward", "backward", "backward_input", "backward_weight")  # of a chunk in a stage
+WAYS = ("forward", "backward")  # of a chunk through the pipeline
 DIRECTIONS = ("recv_forward", "recv_backward", "send_forward", "send_backward")
+CHILDREN = {  # by metric: the values of its label beside the stage
+    "piped_chunk_duration_seconds": PHASES,
+    "piped_chunk_latency_seconds": WAYS,
+    "piped_p2p_wait_seconds": DIRECTIONS,
+    "piped_p2p_bytes": DIRECTIONS,
+}

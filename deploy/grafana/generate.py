@@ -171,9 +171,15 @@ def _job_summary(page: Page) -> None:
 def _job_stages(page: Page) -> None:
     mean = (
         f"sum by (stage) (rate(piped_chunk_duration_seconds_sum{{{JOB}}}[1m]))"
-        f" / sum by (stage) (rate(piped_chunk_duration_seconds_count{{{JOB}}}[1m]))"
+        f' / sum by (stage) (rate(piped_chunk_duration_seconds_count{{{JOB},phase="forward"}}[1m]))'
     )
-    page.add(timeseries.Panel(), "Mean chunk time by stage", "s", query(mean, "stage {{stage}}"), width=12)
+    page.add(
+        timeseries.Panel(),
+        "Compute per chunk by stage, forward and backward",
+        "s",
+        query(mean, "stage {{stage}}"),
+        width=12,
+    )
     page.add(
         bargauge.Panel(),
         "Straggler ratio: stage over the median stage",
@@ -229,6 +235,10 @@ def _job_transfers(page: Page) -> None:
         "s",
         query(f"sum by (stage) (rate(piped_optimizer_duration_seconds_sum{{{JOB}}}[1m]))", "stage {{stage}} optimizer"),
         query(f"sum by (stage) (rate(piped_grad_sync_seconds_sum{{{JOB}}}[1m]))", "stage {{stage}} gradient sync"),
+        query(
+            f"sum by (stage) (rate(piped_grad_sync_exposed_seconds_sum{{{JOB}}}[1m]))",
+            "stage {{stage}} sync that is waited for",
+        ),
     )
 
 

@@ -72,6 +72,9 @@ class Buckets(_Strict):
 
     cap: Size = Field(25 << 20, description="bytes of gradients after which a bucket is full; 0: one bucket per stage")
     first: Size = Field(1 << 20, description="the same for the first bucket, i.e. the last layers")
+    compress: Literal["bf16"] | None = Field(
+        None, description="bf16: gradients are rounded to it before they are summed over replicas; half the bytes"
+    )
 
 
 class Balance(_Strict):
@@ -189,6 +192,13 @@ class Train(_Strict):
     """What is trained, and for how long."""
 
     steps: int = Field(ge=1, description="optimizer steps; of a forward job, the most batches")
+    accumulate: int = Field(
+        1, ge=1, le=65_536, description="batches per optimizer step; the gradient is that of their mean loss"
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32",
+        description="model and loss run under torch.autocast of that type, weights stay as they are; fp16 scales the loss",
+    )
     clip_grad_norm: float | None = Field(None, gt=0, description="limit of the global gradient norm")
     seed: int = Field(1234, ge=0, lt=1 << 63, description="of the initial weights and of every random operation")
     log_every: int = Field(10, ge=1, description="steps between two log lines")
@@ -293,6 +303,8 @@ class JobFile(_Strict):
             return self
         contradicting = {
             "pipeline.recompute": self.pipeline.recompute,
+            "pipeline.buckets.compress": self.pipeline.buckets.compress,
+            "train.accumulate": self.train.accumulate > 1,
             "train.clip_grad_norm": self.train.clip_grad_norm,
             "train.eval_every": self.train.eval_every,
             "checkpoint": self.checkpoint,
@@ -519,6 +531,7 @@ def to_proto(
             split_at=split if isinstance(split, list) else (),
             bucket_cap_bytes=job.pipeline.buckets.cap,
             bucket_first_cap_bytes=job.pipeline.buckets.first,
+            bucket_compress=job.pipeline.buckets.compress or "",
             compile=job.pipeline.compile,
             recompute=job.pipeline.recompute,
             balance=spec_pb2.BalanceSpec(
@@ -534,6 +547,8 @@ def to_proto(
             seed=job.train.seed,
             log_every=job.train.log_every,
             eval_every=job.train.eval_every or 0,
+            accumulate=job.train.accumulate,
+            precision=job.train.precision,
         ),
         backend=_BACKENDS[job.backend],
         resources=spec_pb2.ResourcesSpec(device=job.resources.device, slots_per_node=job.resources.slots_per_node or 0),
@@ -594,7 +609,11 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
             "chunks": pipeline.chunks or AUTO,
             "split": list(pipeline.split_at) or pipeline.split,
             "balance": _balance(pipeline),
-            "buckets": {"cap": pipeline.bucket_cap_bytes, "first": pipeline.bucket_first_cap_bytes},
+            "buckets": {
+                "cap": pipeline.bucket_cap_bytes,
+                "first": pipeline.bucket_first_cap_bytes,
+                "compress": pipeline.bucket_compress or None,
+            },
             "compile": pipeline.compile,
             "recompute": pipeline.recompute,
         },
@@ -604,6 +623,8 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
             "seed": train.seed,
             "log_every": train.log_every,
             "eval_every": train.eval_every or None,
+            "accumulate": train.accumulate or 1,  # jobs stored before there were these
+            "precision": train.precision or "fp32",
         },
         "backend": backend,
         "resources": {"device": spec.resources.device, "slots_per_node": spec.resources.slots_per_node or None},

@@ -53,6 +53,7 @@ class Plan:
     costs: Costs
     window: int | None  # compute actions that receives are posted ahead; None: all at the start
     memory_limit: float | None = None  # zb-auto's, in (stage, chunk) activations of a rank
+    compress: str = ""  # the type in which gradients are summed over replicas: "bf16", or their own
 
     @property
     def schedule_name(self) -> str:
@@ -85,6 +86,7 @@ class Plan:
         parts = [self.model.graph_hash, self.schedule_name, self.num_chunks, self.stages_per_rank, self.replicas]
         parts += [stage.first_node for stage in self.model.stages]
         parts += [to_csv(self.actions)]
+        parts += [self.compress] if self.compress else []
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def lists_for(self, routes: Routes) -> Lists:
@@ -187,6 +189,7 @@ def make_plan(
     costs: Costs | None = None,
     memory_limit: float | None = None,
     window: int | str | None = "measured",
+    compress: str = "",
 ) -> Plan:
     """Schedule a cut model, verify the lists and simulate them on gloo. Raises ScheduleError or UserError.
 
@@ -227,15 +230,18 @@ def make_plan(
         lists,
         extension,
         timeline,
-        _bit_equal(model, compile, replicas, trains=trains),
+        _bit_equal(model, compile, replicas, compress, trains=trains),
         costs,
         ahead,
         memory_limit,
+        compress,
     )
 
 
-def _bit_equal(model: ModelSpec, compile: str, replicas: int, *, trains: bool) -> str:
+def _bit_equal(model: ModelSpec, compile: str, replicas: int, compress: str, *, trains: bool) -> str:
     """Say whether a step equals the unsplit model's bit for bit on CPU fp32, after the conditions measured to matter."""
+    if trains and replicas > 1 and compress:
+        return f"no (gradients are rounded to {compress} and summed over {replicas} replicas)"
     drawing = next((stage for stage in model.stages if stage.draws), None)
     if drawing is not None:
         return f"no (stage {drawing.index} draws random numbers, seeded per chunk)"

@@ -22,6 +22,8 @@ from stagekit.errors import BugError, PeerError, UserError
 from stagekit.plan.contract import StageSpec
 from stagekit.run.stats import Recorder
 
+COMPRESSIONS = {"bf16": torch.bfloat16}  # what gradients may be rounded to on their way
+
 
 class Reducer(Protocol):
     """Sums one stage's gradients over its replicas, once per step."""
@@ -90,8 +92,16 @@ class Unhalved:
 class BucketReducer:
     """Sums one stage's gradients over its replicas. Gradients of earlier steps are set aside and added afterwards."""
 
-    def __init__(self, spec: StageSpec, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        spec: StageSpec,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        compress: str = "",
+    ) -> None:
+        """`compress`: a name of COMPRESSIONS, to which each replica's gradient is rounded; empty: none is."""
         self._stage, self._group = spec.index, group
+        self._sent_as = COMPRESSIONS.get(compress)
         self._buckets = [[parameters[name] for name in bucket.parameters] for bucket in spec.buckets]
         self._armed = False
         self._flying: list[tuple[Any, Tensor, int]] = []
@@ -145,6 +155,8 @@ class BucketReducer:
             if parameter.grad is None:  # unused in every chunk: zero, as on the replicas that did use it
                 parameter.grad = torch.zeros_like(parameter)
         flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket if parameter.grad is not None])
+        if self._sent_as is not None and flat.is_floating_point():
+            flat = flat.to(self._sent_as)
         started = monotonic_ns()
         self._flying.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, started))
 
@@ -168,13 +180,18 @@ class BucketReducer:
 
     def finish(self) -> None:
         """Block until every bucket is summed, and write the sums into the parameters' gradients."""
+        waited = 0
         for number, (bucket, (work, flat, started)) in enumerate(zip(self._buckets, self._flying, strict=True)):
+            begun = monotonic_ns()
             try:
                 work.wait()
             except RuntimeError as error:
                 raise PeerError(f"gradient all-reduce of stage {self._stage}: {error}") from error
+            ended = monotonic_ns()
+            waited += ended - begun
             if self.recorder is not None:
-                self.recorder.reduce.append((self._stage, number, started, monotonic_ns()))
+                self.recorder.reduce.append((self._stage, number, started, ended))
+                self.recorder.reduce_wait_ns[self._stage] = waited
             for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
                 assert parameter.grad is not None
                 parameter.grad.copy_(part.view_as(parameter.grad))

@@ -223,17 +223,21 @@ class Run:
         lane.executor.finish()
         return lane.end(clock_base_ns=self.clock_base_ns + self.clock_offset_ns)
 
+    def check_eval(self) -> None:
+        """Raise UserError where `eval` can't run: on stages whose parameters are sharded."""
+        if any(is_sharded(made) for made in self._parallelized.values()):
+            raise UserError(
+                "eval reads whole parameters, and parallelize sharded them (fully_shard); evaluate a pipeline without "
+                "parallelize that loads this one's state_dict()"
+            )
+
     def _same_random_state(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
 
     def _make_evaluation(self) -> Lane:
         if not isinstance(self.source, Evaluates):
             raise UserError("this pipeline can't be captured in eval mode: make it with stagekit.pipeline")
-        if any(is_sharded(made) for made in self._parallelized.values()):
-            raise UserError(
-                "eval reads whole parameters, and parallelize sharded them (fully_shard); evaluate a pipeline without "
-                "parallelize that loads this one's state_dict()"
-            )
+        self.check_eval()
         source = self.source.evaluation()
         spec, plan = source.spec, self.plan
         placement = Placement(spec, plan.stage_ranks, self.rank, plan.num_chunks)
@@ -261,9 +265,17 @@ class Run:
         reducers: dict[int, Reducer] = {}
         for stage, runner in self._runners.items():
             if stage in self._parallelized and runner.spec.buckets:
-                reducers |= reducer_of(stage, self._parallelized[stage], runner.module, self.groups.replica_mesh)
+                made = reducer_of(stage, self._parallelized[stage], runner.module, self.groups.replica_mesh)
+                if made and self.plan.compress:
+                    raise UserError(
+                        f"buckets.compress is for gradients that the runtime sums, and parallelize gave those of stage {stage} "
+                        "to torch; leave compress out, and use its own (MixedPrecisionPolicy(reduce_dtype=...), a comm hook)"
+                    )
+                reducers |= made
             if stage not in reducers and self.groups.replicas is not None and runner.spec.buckets:
-                reducers[stage] = BucketReducer(runner.spec, parameters[stage], self.groups.replicas)
+                reducers[stage] = BucketReducer(
+                    runner.spec, parameters[stage], self.groups.replicas, self.plan.compress
+                )
         ties = {}
         for number, stages in enumerate(routes_of(self.plan.model).ties):
             ranks = sorted({self.plan.stage_ranks[stage] for stage in stages})

@@ -18,7 +18,8 @@ class Recorder:
     """Start, end and wait of each action of one rank's list, for the step that ran last.
 
     `wait_ns[i]` is the time that compute action i waited for its inputs before `start_ns[i]`. `reduce` holds
-    (stage, bucket, t0_ns, t1_ns) of the step's gradient reductions, from launch to completion as seen by this rank.
+    (stage, bucket, t0_ns, t1_ns) of the step's gradient reductions, from launch to completion as seen by this rank;
+    `reduce_wait_ns` how long the rank was blocked in them, by stage.
     """
 
     def __init__(self, actions: Sequence[Action]) -> None:
@@ -26,11 +27,13 @@ class Recorder:
         zeros = [0] * len(self.actions)
         self.start_ns, self.end_ns, self.wait_ns = array("q", zeros), array("q", zeros), array("q", zeros)
         self.reduce: list[tuple[int, int, int, int]] = []
+        self.reduce_wait_ns: dict[int, int] = {}
         self.step_start_ns = 0
 
     def begin_step(self) -> None:
         """Forget the last step."""
         self.reduce.clear()
+        self.reduce_wait_ns.clear()
         self.step_start_ns = monotonic_ns()
 
     def replay(self, rank: int, hooks: Sequence[ActionHook]) -> None:

@@ -96,6 +96,8 @@ class ShardedReducer(Unhalved):
         self._state()._root_post_backward_final_callback()
         self._keep(gathered=True)
         self.note(started)
+        if self.recorder is not None:
+            self.recorder.reduce_wait_ns[self._stage] = monotonic_ns() - started  # nothing is computed meanwhile
 
     def drop(self) -> None:
         """Forget the gradients of a step that failed."""

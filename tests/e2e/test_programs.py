@@ -1,4 +1,4 @@
-"""What a program may say beyond the required: a schedule of learning rates, an early end; and what it may not, yet."""
+"""What a program may say beyond the required: a schedule of learning rates, an early end; and what it may not."""
 
 import json
 from pathlib import Path
@@ -61,12 +61,12 @@ def test_a_checkpoint_folder_that_can_not_be_written_ends_the_job_before_its_fir
     assert cluster.api.get(job_id).progress.step == 0
 
 
-def test_a_method_that_this_version_would_ignore_is_refused(cluster, tmp_path):
+def test_a_method_that_would_be_ignored_is_refused(cluster, tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(job("collects", "Collects")))
     done = cluster.pipectl("submit", str(path))
     assert done.returncode == 2
-    assert "collect is not supported by this version; remove it from Collects" in done.stderr
+    assert 'Collects has collect(), which only programs of mode "forward" are asked for' in done.stderr
 
 
 def test_a_program_scores_held_out_data_between_steps_and_trains_as_without(cluster, tmp_path):

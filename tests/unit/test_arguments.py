@@ -42,6 +42,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "split by number": ({"split": [2]}, r"split is \[2\]; give"),
     "split of nothing": ({"split": None}, "split is None; give"),
     "a misspelt bucket": ({"buckets": {"caps": 100}}, "buckets is .*'caps'.*; give"),
+    "an unknown compression": ({"buckets": {"compress": "int8"}}, "compress is 'int8'; give 'bf16'"),
+    "an unknown precision": ({"precision": "amp"}, "precision is 'amp'; give 'fp32', 'bf16', 'fp16'"),
     "a bucket without a cap": ({"buckets": {"first": 100}}, "buckets is .*; give"),
     "half a byte": ({"buckets": {"cap": 100.5}}, r"buckets: cap is 100\.5; give bytes"),
     "no size of a bucket": ({"buckets": {"cap": "lots"}}, "buckets: cap: 'lots' is no size"),
@@ -114,3 +116,4 @@ def test_buckets_take_sizes_in_words_as_the_job_file_does() -> None:
     assert bucket_rule({"cap": "25MiB", "first": "1MiB"}) == BucketRule(25 << 20, 1 << 20)
     assert bucket_rule({"cap": 100, "first": None}) == BucketRule(100)
     assert bucket_rule({"cap": 0, "first": 1 << 20}) is None
+    assert bucket_rule({"compress": "bf16"}) is None

@@ -27,6 +27,9 @@ class Scores(Base):
 class Either(Trains):
     def collect(self, outputs): ...
 
+class Shards(Scores):
+    def parallelize(self, stage_module, mesh): ...
+
 class Lacks(Base):
     mode = "forward"
 
@@ -62,6 +65,7 @@ def test_a_constructor_may_choose_the_mode(load):
         ("Lacks", 'Lacks lacks collect for mode "forward"'),
         ("Forgot", 'Forgot lacks loss, optimizer for mode "train".*or write mode = "forward" in it'),
         ("Either", r'has collect\(\), which only programs of mode "forward" are asked for'),
+        ("Shards", r'has parallelize\(\), which only programs of mode "train" are asked for'),
         ("Other", "Other.mode is 'backward'"),
     ],
 )

@@ -28,7 +28,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from piped.metrics import BUCKETS_S, DIRECTIONS, NODE_METRICS, PHASES, WORKER_METRICS, Metric
+from piped.metrics import BUCKETS_S, CHILDREN, NODE_METRICS, WORKER_METRICS, Metric
 from piped.node.model import DesiredAttempt, DesiredState, Phase
 
 log = structlog.get_logger()
@@ -37,7 +37,6 @@ KEEP_S = 300.0
 EXIT_REASONS = ("success", "error", "stopped")  # and signal_N, once seen
 STATES = ("starting", "running", "stopping", "ended")
 _WORKER = {metric.name: metric for metric in WORKER_METRICS}
-_LABEL_VALUES = {"phase": PHASES, "direction": DIRECTIONS}
 _SECONDS = ("piped_bubble_seconds",)  # counters that are exposed with their unit before _total
 
 Labels = tuple[str, ...]  # values, in the order of the metric's labels
@@ -150,9 +149,8 @@ class JobCollector(Collector):
                 stages = [""]
             else:
                 continue
-            rest = [label for label in metric.labels if label != "stage"]
             for stage in stages:
-                for value in _LABEL_VALUES[rest[0]] if rest else ("",):
+                for value in CHILDREN.get(metric.name, ("",)):
                     yield tuple({"stage": stage}.get(label, value) for label in metric.labels)
 
     def _refuse(self, name: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
-from piped.metrics import DIRECTIONS, PHASES
+from piped.metrics import DIRECTIONS, PHASES, WAYS
 from piped.worker.histograms import Samples
 from piped.worker.link import Link
 from stagekit.plan.actions import COMPUTE, Op
@@ -22,7 +22,12 @@ from stagekit.run.lane import StepResult
 from stagekit.run.runtime import Run
 
 REPORT_EVERY_S = 1.0
-_PHASE = {Op.F: "forward", Op.B: "backward", Op.I: "backward"}  # where a chunk waits for its neighbour
+_PHASE = {Op.F: "forward", Op.B: "backward", Op.I: "backward_input", Op.W: "backward_weight"}
+_RECEIVES = {
+    Op.F: "recv_forward",
+    Op.B: "recv_backward",
+    Op.I: "recv_backward",
+}  # where a chunk waits for its neighbour
 _SENDS = {Op.SEND_F: "send_forward", Op.SEND_B: "send_backward"}
 
 
@@ -39,10 +44,11 @@ class Observer:
         self._steps, self._trace_steps = int(spec["train"]["steps"]), frozenset(spec["observe"]["trace_steps"])
         self.samples = Samples()
         self.is_reporter = run.replica == 0 and run.rank == run.placement.last_rank
-        self.tokens = 0  # of the current step's target, counted by the trainer
+        self.tokens = 0  # of the current step's targets, counted by the trainer
+        self._rows, self._num_batches, self._batches_s = 0, 0, 0.0  # of the current step, those that are over
         self._sent_at = float("-inf")
         self._records = (folder / "steps.jsonl").open("w") if self.is_reporter else None
-        self._waiting = {(op, s) for op in _PHASE for s in run.own_stages if self._waits_for_peer(op, s)}
+        self._waiting = {(op, s) for op in _RECEIVES for s in run.own_stages if self._waits_for_peer(op, s)}
         self._declare(expected)
 
     def _declare(self, expected: dict[str, float]) -> None:
@@ -54,12 +60,13 @@ class Observer:
                 samples.declare("piped_p2p_bytes", stage=stage, direction=direction)
                 samples.declare("piped_p2p_wait_seconds", stage=stage, direction=direction)
             samples.declare("piped_grad_sync_seconds", stage=stage)
+            samples.declare("piped_grad_sync_exposed_seconds", stage=stage)
             samples.declare("piped_optimizer_duration_seconds", stage=stage)
             samples.declare("piped_bubble_seconds", stage=stage)
         if self.is_reporter:
             for name in ("piped_steps", "piped_samples", "piped_tokens", "piped_step_duration_seconds"):
                 samples.declare(name)
-            for phase in PHASES:
+            for phase in WAYS:
                 samples.declare("piped_chunk_latency_seconds", phase=phase)
             samples.set("piped_job_expected_bubble_ratio", expected["bubble"])
             samples.set("piped_job_expected_step_seconds", expected["step_s"])
@@ -67,21 +74,43 @@ class Observer:
     # ---- one step
 
     def after_step(
-        self, step: int, result: StepResult, *, step_s: float, optimizer_s: float, num_replicas: int | None = None
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        step_s: float,
+        optimizer_s: float,
+        num_replicas: int | None = None,
+        loss: float | None = None,
     ) -> dict[str, float]:
         """Record a finished step (its number from 1) and return what the program's `on_step` gets.
 
-        `num_replicas` took part in it; None: all.
+        `result` is that of its last batch, and `loss` the step's where it has several. `num_replicas` took part in it;
+        None: all.
         """
-        self._observe_actions(step_s)
+        self.after_batch(result, step_s - self._batches_s)
         own = self._run.own_stages
         for stage in map(str, own):
             self.samples.observe("piped_optimizer_duration_seconds", optimizer_s / len(own), stage=stage)
         metrics: dict[str, float] = {}
         if self.is_reporter:
-            metrics = self._observe_job(step, result, step_s, num_replicas or self._run.plan.replicas)
+            replicas = num_replicas or self._run.plan.replicas
+            metrics = self._observe_job(step, result.loss if loss is None else loss, step_s, replicas)
+        self._rows, self._num_batches, self._batches_s = 0, 0, 0.0
         self._report(step, metrics)
         return metrics
+
+    def after_batch(self, result: StepResult, batch_s: float) -> None:
+        """Record one of a step's batches; `after_step` does it for the last one."""
+        self._observe_actions(batch_s)
+        self._num_batches, self._batches_s = self._num_batches + 1, self._batches_s + batch_s
+        if not self.is_reporter:
+            return
+        self._rows += sum(self._run.executor.step.chunk_sizes)
+        ways = WAYS if self._run.plan.trains else WAYS[:1]
+        for phase, latencies in zip(ways, result.chunk_latencies_s(), strict=False):
+            for latency in latencies:
+                self.samples.observe("piped_chunk_latency_seconds", max(0.0, latency), phase=phase)
 
     def after_pass(self, step: int, *, step_s: float) -> dict[str, float]:
         """Report a step of other replicas in which this one had no batch; returns what the program's `on_step` gets."""
@@ -102,21 +131,17 @@ class Observer:
     def _observe_actions(self, step_s: float) -> None:
         samples, recorder = self.samples, self._run.executor.recorder
         busy_ns = 0
-        halves: dict[tuple[int, int], int] = {}  # what I took, until its W is seen
         for i, action in enumerate(recorder.actions):
             duration_ns = recorder.end_ns[i] - recorder.start_ns[i]
             stage = str(action.stage)
             if action.op in COMPUTE:
                 busy_ns += duration_ns
-                phase = _PHASE.get(action.op, "backward")
-                if action.op is Op.I:
-                    halves[action.stage, action.chunk] = duration_ns
-                else:
-                    whole_ns = duration_ns + halves.pop((action.stage, action.chunk), 0)
-                    samples.observe("piped_chunk_duration_seconds", whole_ns * 1e-9, stage=stage, phase=phase)
+                phase = _PHASE[action.op]
+                samples.observe("piped_chunk_duration_seconds", duration_ns * 1e-9, stage=stage, phase=phase)
                 if (action.op, action.stage) in self._waiting:
                     wait_s = recorder.wait_ns[i] * 1e-9
-                    samples.observe("piped_p2p_wait_seconds", wait_s, stage=stage, direction=f"recv_{phase}")
+                    direction = _RECEIVES[action.op]
+                    samples.observe("piped_p2p_wait_seconds", wait_s, stage=stage, direction=direction)
             elif action.op in _SENDS:
                 direction = _SENDS[action.op]
                 samples.observe("piped_p2p_wait_seconds", duration_ns * 1e-9, stage=stage, direction=direction)
@@ -126,6 +151,8 @@ class Observer:
             entries = [entry for entry in recorder.reduce if entry[0] == stage_index]
             sync_ns = max(entry[3] for entry in entries) - min(entry[2] for entry in entries)
             samples.observe("piped_grad_sync_seconds", sync_ns * 1e-9, stage=str(stage_index))
+        for stage_index, waited_ns in recorder.reduce_wait_ns.items():
+            samples.observe("piped_grad_sync_exposed_seconds", waited_ns * 1e-9, stage=str(stage_index))
         first = str(self._run.own_stages[0])
         samples.add("piped_bubble_seconds", max(0.0, step_s - busy_ns * 1e-9), stage=first)
 
@@ -139,29 +166,24 @@ class Observer:
                 return True
         return False
 
-    def _observe_job(self, step: int, result: StepResult, step_s: float, replicas: int) -> dict[str, float]:
+    def _observe_job(self, step: int, loss: float, step_s: float, replicas: int) -> dict[str, float]:
         samples = self.samples
-        rows = sum(self._run.executor.step.chunk_sizes) * replicas
-        tokens = (self.tokens or sum(self._run.executor.step.chunk_sizes)) * replicas
+        rows, tokens = self._rows * replicas, (self.tokens or self._rows) * replicas
         self.tokens = 0
         samples.add("piped_steps", 1)
         samples.add("piped_samples", rows)
         samples.add("piped_tokens", tokens)
-        has_loss = self._run.plan.trains or not isnan(result.loss)  # batches may be scored without a target
+        has_loss = self._run.plan.trains or not isnan(loss)  # batches may be scored without a target
         if has_loss:
-            samples.set("piped_loss", result.loss)
+            samples.set("piped_loss", loss)
         samples.set("piped_job_last_step_timestamp_seconds", time())
         samples.observe("piped_step_duration_seconds", step_s)
-        phases = PHASES if self._run.plan.trains else PHASES[:1]
-        for phase, latencies in zip(phases, result.chunk_latencies_s(), strict=False):
-            for latency in latencies:
-                samples.observe("piped_chunk_latency_seconds", max(0.0, latency), phase=phase)
         assert self._records is not None
-        record: dict[str, Any] = {"step": step, "loss": result.loss} if has_loss else {"step": step}
+        record: dict[str, Any] = {"step": step, "loss": loss} if has_loss else {"step": step}
         record |= {"duration_s": step_s, "tokens": tokens, "rows": rows}
         self._records.write(json.dumps(record) + "\n")
         self._records.flush()
-        metrics = {"loss": result.loss, "step_s": step_s, "tokens_per_s": tokens / step_s}
+        metrics = {"loss": loss, "step_s": step_s, "tokens_per_s": tokens / step_s}
         return metrics if self._run.plan.trains else metrics | {"rows_per_s": rows / step_s}
 
     def send_metrics(self) -> None:
@@ -177,7 +199,7 @@ class Observer:
             yield
             return
         events: list[tuple[Any, ...]] = []
-        unhook = self._run.on_action(lambda *event: events.append(event))
+        unhook = self._run.on_action(lambda *event: events.append((self._num_batches, *event)))
         try:
             yield
         finally:
@@ -188,13 +210,16 @@ class Observer:
         """Append the actions of one step, on the clock of pipeline rank 0 and relative to the attempt's start."""
         base = self._run.clock_base_ns + self._run.clock_offset_ns
         with (self._folder / "trace.jsonl").open("a") as file:
-            for rank, stage, chunk, op, t0, t1 in events:
-                record = {"step": step, "rank": rank, "stage": stage, "chunk": chunk, "op": op}
+            for batch, rank, stage, chunk, op, t0, t1 in events:
+                record = {"step": step, "batch": batch, "rank": rank, "stage": stage, "chunk": chunk, "op": op}
                 file.write(json.dumps(record | {"start_ns": t0 - base, "end_ns": t1 - base}) + "\n")
 
 
-def plan_summary(plan: Plan, compiled: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the plan as the wire's PlanSummary says it; `compiled`: what each stage turned out to be compiled with."""
+def plan_summary(plan: Plan, compiled: Sequence[str] | None = None, *, batches: int = 1) -> dict[str, Any]:
+    """Return the plan as the wire's PlanSummary says it, of steps with so many `batches`.
+
+    `compiled`: what each stage turned out to be compiled with.
+    """
     from stagekit.plan.plan import stage_output_bytes
 
     stages = [
@@ -216,7 +241,7 @@ def plan_summary(plan: Plan, compiled: Sequence[str] | None = None) -> dict[str,
         "schedule": plan.schedule_name,
         "num_chunks": plan.num_chunks,
         "stages": stages,
-        "expected_step_s": plan.timeline.makespan,
+        "expected_step_s": plan.timeline.makespan * batches,
         "expected_bubble_ratio": plan.timeline.bubble,
         "bit_equal": plan.bit_equal,
     }

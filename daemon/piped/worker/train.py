@@ -13,6 +13,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
@@ -25,6 +26,7 @@ from piped.worker.assignment import Assignment
 from piped.worker.link import Link
 from piped.worker.observe import Observer, plan_summary
 from piped.worker.score import Scoring
+from piped.worker.update import Update
 from stagekit.api import Pipeline, capture_model, plan_pipeline
 from stagekit.errors import BugError, UserError
 from stagekit.graph.compile.compilers import AUTO
@@ -36,6 +38,8 @@ from stagekit.planning import chunks_to_compare, ranks_of
 from stagekit.program import Batch
 from stagekit.run import checkpoint
 from stagekit.run.allocator import keep_freed_memory
+from stagekit.run.data_parallel import whole
+from stagekit.run.lane import StepResult
 from stagekit.run.runtime import Run
 
 log = structlog.get_logger()
@@ -74,6 +78,8 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
         pipe = make_pipeline(job, program, store, link)
         run = pipe.deploy(job.device)
         run.keep_output = not run.plan.trains
+        if job.spec["train"]["eval_every"]:
+            run.check_eval()
         tell_backends(job, run, store, link)
         if job.checkpoint_dir is not None:
             checkpoint.prove_shared(job.checkpoint_dir, job.fence, job.rank, _shard_ranks(run), run.groups.barrier)
@@ -162,6 +168,7 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         device=job.device,
         check=is_planner,
         forward_only=scores,
+        precision=job.spec["train"]["precision"],
     )
     options = {
         "stages": pipeline["stages"],
@@ -177,17 +184,18 @@ def make_pipeline(job: Assignment, program: Any, store: Any, link: Link) -> Pipe
         "recompute": pipeline["recompute"],
         "loss_fn": getattr(program, "loss", None),
         "loss_weight": getattr(program, "loss_weight", None),
+        "parallelize": getattr(program, "parallelize", None),
         "seed": seed,
     }
     if is_planner:
         pipe = plan_pipeline(captured, **options)
-        plan = pipe.plan
+        plan, batches = pipe.plan, int(job.spec["train"]["accumulate"])
         program.chunks = plan.num_chunks
         (job.folder / "plan.json").write_text(plan.to_json())
         if plan.compile != AUTO:  # else once the stages are timed: a plan is told once
-            link.send("plan", plan=plan_summary(plan))
+            link.send("plan", plan=plan_summary(plan, batches=batches))
         log.info("start_values", how=plan.model.start_values)
-        store.set("expected", json.dumps({"bubble": plan.timeline.bubble, "step_s": plan.timeline.makespan}))
+        store.set("expected", json.dumps({"bubble": plan.timeline.bubble, "step_s": plan.timeline.makespan * batches}))
         published = {"decision": decision_of(plan).to_json(), "fingerprint": plan.fingerprint}
         store.set("plan", json.dumps(published))
         return pipe
@@ -213,7 +221,7 @@ def tell_backends(job: Assignment, run: Run, store: Any, link: Link) -> None:
     plan = run.plan
     compiled = [store.get(f"compiled/{stage.index}").decode() for stage in plan.model.stages]
     if plan.compile == AUTO:
-        link.send("plan", plan=plan_summary(plan, compiled))
+        link.send("plan", plan=plan_summary(plan, compiled, batches=int(job.spec["train"]["accumulate"])))
     (job.folder / "plan.json").write_text(json.dumps({**json.loads(plan.to_json()), "compiled": compiled}))
 
 
@@ -221,16 +229,12 @@ def tell_backends(job: Assignment, run: Run, store: Any, link: Link) -> None:
 
 
 class Training:
-    """The loop of one rank: data, pipeline, clipping, optimizer, scheduler, report. `step` counts finished steps."""
+    """The loop of one rank: data, pipeline, update of the weights, report. `step` counts finished steps."""
 
     def __init__(self, job: Assignment, program: Any, run: Run, observer: Observer) -> None:
         self._job, self._program, self._run, self._observer = job, program, run, observer
-        parameters = [(name, p) for name, p in run.named_parameters() if p.requires_grad]
-        self._optimizer: torch.optim.Optimizer | None = program.optimizer(parameters) if parameters else None
-        if parameters and not isinstance(self._optimizer, torch.optim.Optimizer):
-            raise UserError(f"optimizer() returned {self._optimizer!r}; return a torch.optim.Optimizer")
-        has_scheduler = hasattr(program, "scheduler") and self._optimizer is not None
-        self._scheduler = program.scheduler(self._optimizer) if has_scheduler else None
+        self._update = Update(job.spec["train"], program, run)
+        self._accumulate = int(job.spec["train"]["accumulate"])
         self._batches: Iterator[Batch] | None = None  # on the rank of the first stage: data travels from there
         if job.pipeline_rank == 0:
             self._batches = iter(program.batches(0, run.replica, run.plan.replicas))
@@ -254,27 +258,42 @@ class Training:
 
     def run_step(self) -> dict[str, float]:
         """Run one step; return what `on_step` gets. Raises NumericError before a broken loss is reported or saved."""
-        run, observer, number, spec = self._run, self._observer, self.step, self._job.spec
-        batch = _next(self._batches, number) if self._batches is not None else None
-        started = perf_counter()
+        observer, number, spec = self._observer, self.step, self._job.spec
         with observer.tracing(number):
-            result = run.step(*batch.args, target=batch.target, **batch.kwargs) if batch is not None else run.step()
-        if (limit := spec["train"]["clip_grad_norm"]) is not None:
-            run.clip_grad_norm_(limit)
+            result, computing_s = self._run_batches()
         optimizing = perf_counter()
-        self._update()
-        optimized = perf_counter()
-        self.loss = result.loss
+        optimizer_s = self._update.apply(number)
         ended = perf_counter()
         if not math.isfinite(self.loss):
             raise NumericError(f"the loss is {self.loss} in step {number}; lower the learning rate or clip gradients")
-        if observer.is_reporter and hasattr(self._program, "tokens"):
-            observer.tokens = sum(int(self._program.tokens(target)) for target in run.chunk_targets)
         self.step += 1
-        metrics = observer.after_step(self.step, result, step_s=ended - started, optimizer_s=optimized - optimizing)
+        step_s = computing_s + ended - optimizing
+        metrics = observer.after_step(self.step, result, step_s=step_s, optimizer_s=optimizer_s, loss=self.loss)
         if observer.is_reporter and (self.step % spec["train"]["log_every"] == 0 or self.step == 1):
-            log.info("step", step=self.step, loss=round(self.loss, 4), tokens_per_s=round(metrics["tokens_per_s"]))
+            told = {"loss": round(self.loss, 4), "tokens_per_s": round(metrics["tokens_per_s"])}
+            log.info("step", step=self.step, **told, **self._update.facts())
         return metrics
+
+    def _run_batches(self) -> tuple[StepResult, float]:
+        """Run the step's batches, the last of which sums all gradients over replicas; `loss` is the mean of theirs.
+
+        Returns what the last one gave, and the seconds of all without those that data took.
+        """
+        run, observer, total, seconds = self._run, self._observer, 0.0, 0.0
+        self._update.begin()
+        for left in reversed(range(self._accumulate)):
+            batch = _next(self._batches, self.step) if self._batches is not None else None
+            started = perf_counter()
+            with run.no_sync() if left else nullcontext():
+                result = run.step(*batch.args, target=batch.target, **batch.kwargs) if batch is not None else run.step()
+            total += result.loss
+            seconds += perf_counter() - started
+            if observer.is_reporter and hasattr(self._program, "tokens"):
+                observer.tokens += sum(int(self._program.tokens(target)) for target in run.chunk_targets)
+            if left:
+                observer.after_batch(result, perf_counter() - started)
+        self.loss = total / self._accumulate
+        return result, seconds
 
     def evaluate(self) -> dict[str, float]:
         """Call the program's `evaluate` on every rank, between two steps; return what it measured."""
@@ -285,13 +304,6 @@ class Training:
         if self._observer.is_reporter:
             log.info("evaluated", step=self.step, **{name: round(value, 6) for name, value in measured.items()})
         return measured
-
-    def _update(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
-        if self._scheduler is not None:
-            self._scheduler.step()
 
 
 def _next(batches: Iterator[Batch], step: int) -> Batch:
@@ -304,12 +316,12 @@ def _next(batches: Iterator[Batch], step: int) -> Batch:
 def check_replicas(run: Run) -> None:
     """Log a digest of this rank's weights; raise if another replica of the same stages holds other ones.
 
-    Buffers are left out: BatchNorm's statistics are those of each replica's own data.
+    Buffers are left out: BatchNorm's statistics are those of each replica's own data. Sharded weights are compared whole.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(run.named_parameters()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(whole(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     log.info("weights_digest", stages=list(run.own_stages), digest=digest.hexdigest()[:16])
     mine = int(digest.hexdigest()[:14], 16)
     if run.groups.replicas is not None and run.groups.spread_over_replicas(mine):

@@ -108,7 +108,7 @@ class ParamMap(_message.Message):
     def __init__(self, values: _Optional[_Mapping[str, ParamValue]] = ...) -> None: ...
 
 class PipelineSpec(_message.Message):
-    __slots__ = ("stages", "stages_per_rank", "replicas", "schedule", "chunks", "split", "split_at", "bucket_cap_bytes", "bucket_first_cap_bytes", "compile", "recompute", "balance", "stages_of_ranks", "schedule_csv")
+    __slots__ = ("stages", "stages_per_rank", "replicas", "schedule", "chunks", "split", "split_at", "bucket_cap_bytes", "bucket_first_cap_bytes", "compile", "recompute", "balance", "stages_of_ranks", "schedule_csv", "bucket_compress")
     STAGES_FIELD_NUMBER: _ClassVar[int]
     STAGES_PER_RANK_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class PipelineSpec(_message.Message):
     BALANCE_FIELD_NUMBER: _ClassVar[int]
     STAGES_OF_RANKS_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_CSV_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_COMPRESS_FIELD_NUMBER: _ClassVar[int]
     stages: int
     stages_per_rank: int
     replicas: int
@@ -137,7 +138,8 @@ class PipelineSpec(_message.Message):
     balance: BalanceSpec
     stages_of_ranks: _containers.RepeatedScalarFieldContainer[int]
     schedule_csv: str
-    def __init__(self, stages: _Optional[int] = ..., stages_per_rank: _Optional[int] = ..., replicas: _Optional[int] = ..., schedule: _Optional[str] = ..., chunks: _Optional[int] = ..., split: _Optional[str] = ..., split_at: _Optional[_Iterable[str]] = ..., bucket_cap_bytes: _Optional[int] = ..., bucket_first_cap_bytes: _Optional[int] = ..., compile: _Optional[str] = ..., recompute: _Optional[bool] = ..., balance: _Optional[_Union[BalanceSpec, _Mapping]] = ..., stages_of_ranks: _Optional[_Iterable[int]] = ..., schedule_csv: _Optional[str] = ...) -> None: ...
+    bucket_compress: str
+    def __init__(self, stages: _Optional[int] = ..., stages_per_rank: _Optional[int] = ..., replicas: _Optional[int] = ..., schedule: _Optional[str] = ..., chunks: _Optional[int] = ..., split: _Optional[str] = ..., split_at: _Optional[_Iterable[str]] = ..., bucket_cap_bytes: _Optional[int] = ..., bucket_first_cap_bytes: _Optional[int] = ..., compile: _Optional[str] = ..., recompute: _Optional[bool] = ..., balance: _Optional[_Union[BalanceSpec, _Mapping]] = ..., stages_of_ranks: _Optional[_Iterable[int]] = ..., schedule_csv: _Optional[str] = ..., bucket_compress: _Optional[str] = ...) -> None: ...
 
 class BalanceSpec(_message.Message):
     __slots__ = ("memory_bytes", "optimizer_state", "speeds", "block_boundaries")
@@ -152,18 +154,22 @@ class BalanceSpec(_message.Message):
     def __init__(self, memory_bytes: _Optional[int] = ..., optimizer_state: _Optional[float] = ..., speeds: _Optional[_Iterable[float]] = ..., block_boundaries: _Optional[bool] = ...) -> None: ...
 
 class TrainSpec(_message.Message):
-    __slots__ = ("steps", "clip_grad_norm", "seed", "log_every", "eval_every")
+    __slots__ = ("steps", "clip_grad_norm", "seed", "log_every", "eval_every", "accumulate", "precision")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     CLIP_GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     LOG_EVERY_FIELD_NUMBER: _ClassVar[int]
     EVAL_EVERY_FIELD_NUMBER: _ClassVar[int]
+    ACCUMULATE_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
     steps: int
     clip_grad_norm: float
     seed: int
     log_every: int
     eval_every: int
-    def __init__(self, steps: _Optional[int] = ..., clip_grad_norm: _Optional[float] = ..., seed: _Optional[int] = ..., log_every: _Optional[int] = ..., eval_every: _Optional[int] = ...) -> None: ...
+    accumulate: int
+    precision: str
+    def __init__(self, steps: _Optional[int] = ..., clip_grad_norm: _Optional[float] = ..., seed: _Optional[int] = ..., log_every: _Optional[int] = ..., eval_every: _Optional[int] = ..., accumulate: _Optional[int] = ..., precision: _Optional[str] = ...) -> None: ...
 
 class ResourcesSpec(_message.Message):
     __slots__ = ("device", "slots_per_node")

@@ -25,6 +25,7 @@ from stagekit.graph.capture.export import Exported, export_model
 from stagekit.graph.capture.fingerprint import attribute_values, graph_hash
 from stagekit.graph.capture.limits import table_limits
 from stagekit.graph.capture.lists import list_conditions
+from stagekit.graph.capture.precision import FP32
 from stagekit.graph.capture.refusals import unwrapped
 from stagekit.graph.capture.selfcheck import self_check
 from stagekit.graph.capture.sharing import check_sharing, written_names
@@ -92,6 +93,7 @@ class Captured:
     self_check: str
     module: nn.Module = field(repr=False)  # the captured module; large values are fake if it came from a constructor
     again: Callable[..., Captured] | None = field(default=None, repr=False)  # captures the same model in another mode
+    precision: str = FP32  # under which forward was captured
 
     def in_eval_mode(self) -> Captured:
         """Capture the same model in eval mode. Raises CaptureError."""
@@ -187,13 +189,15 @@ def capture(
     kwargs_spec: Mapping[str, Spec] | None = None,
     check: bool = True,
     start: Start | None = None,
+    precision: str = FP32,
 ) -> Captured:
     """Return `model` captured for `device` from example inputs of ONE chunk.
 
     A callable builds the model under the init recorder, as if after torch.manual_seed(seed). What the mode decides
     (dropout, BatchNorm, other outputs) is burned in: `training` True or False captures after train() or eval(), None as
     each submodule's flag says, so that a BatchNorm frozen in eval mode inside a training model stays frozen.
-    `start` says otherwise where the values come from.
+    `start` says otherwise where the values come from. `precision`: a name of graph.capture.precision, "bf16" captures as
+    if forward ran under that autocast.
     `check=False` skips the self-check: workers do, the plan was checked. Module, inputs and generators are left as they
     were.
     Raises CaptureError or ShapeError.
@@ -206,8 +210,9 @@ def capture(
     with torch.random.fork_rng(_generators(device_type), device_type=device_type if device_type != "cpu" else "cuda"):
         module, source = open_model(model, seed, start)
         with caches_stay_real(module):
-            exported = export_model(module, leaves, in_tree, split_dims, device_type, training)
+            exported = export_model(module, leaves, in_tree, split_dims, device_type, training, precision)
             captured = _captured(exported, module, source, leaves, split_dims, in_tree, device_type, training)
+            captured = dataclasses.replace(captured, precision=precision)
         if not check:
             return captured
         try:

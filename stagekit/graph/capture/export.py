@@ -11,6 +11,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from stagekit.graph.capture.fixed import NotedSizes, fixed_sizes
 from stagekit.graph.capture.functions import FunctionRecorder
 from stagekit.graph.capture.lines import is_torch_internal
 from stagekit.graph.capture.modes import NotedModes
+from stagekit.graph.capture.precision import FP32, autocast
 from stagekit.graph.capture.quirks import (
     RecordedAsOperators,
     answering_compiling,
@@ -67,6 +69,7 @@ def export_model(
     split_dims: Sequence[int | None],
     device: str,
     training: bool | None = None,
+    precision: str = FP32,
 ) -> Exported:
     """Export with as many symbolic sizes as the model allows: all, else the batch, else none.
 
@@ -90,7 +93,7 @@ def export_model(
                 for leaf, dim, dims in zip(leaves, split_dims, symbolic, strict=True)
             ]
             with answering_compiling(compiling, asked), NotedSizes() as noted:
-                program, calls = _exported(skeleton, values, in_tree, symbolic)
+                program, calls = _exported(skeleton, values, in_tree, symbolic, autocast(precision, device))
         except CaptureError:
             raise
         except Exception as error:
@@ -121,7 +124,11 @@ def _symbolic(leaves: Sequence[Leaf], split_dims: Sequence[int | None], kept: st
 
 
 def _exported(
-    skeleton: nn.Module, values: Sequence[Any], in_tree: Any, symbolic: Sequence[Sequence[int]]
+    skeleton: nn.Module,
+    values: Sequence[Any],
+    in_tree: Any,
+    symbolic: Sequence[Sequence[int]],
+    region: AbstractContextManager[Any],
 ) -> tuple[torch.export.ExportedProgram, tuple[Callable[..., Any], ...]]:
     fake_args, fake_kwargs = pytree.tree_unflatten(list(values), in_tree)
     hints = [
@@ -135,6 +142,7 @@ def _exported(
         warnings.catch_warnings(),
         torch.enable_grad(),
         NotedModes(),
+        region,  # after what notes it: seen from there, every node lies in it
         without_value_checks(),
         quiet(),
         modules_stay(),

@@ -36,6 +36,7 @@ from stagekit.graph.capture.draws import ConstantDraws
 from stagekit.graph.capture.functions import FunctionRecorder
 from stagekit.graph.capture.later import other_calls
 from stagekit.graph.capture.lines import line_of_error
+from stagekit.graph.capture.precision import autocast
 from stagekit.graph.capture.quirks import without_value_checks
 from stagekit.graph.capture.specs import Leaf
 from stagekit.graph.passes.propagate import autograd_nodes, entered, takes_gradient
@@ -172,7 +173,8 @@ def _tried(captured: Captured, reference: nn.Module, given: list[Any], values: A
 def _called(captured: Captured, given: list[Any], module: nn.Module) -> None:
     """Run the forward of `module`."""
     args, kwargs = pytree.tree_unflatten([_copy_input(value, captured.device) for value in given], captured.in_tree)
-    module(*args, **kwargs)
+    with autocast(captured.precision, captured.device):
+        module(*args, **kwargs)
 
 
 def _check_call(
@@ -184,7 +186,8 @@ def _check_call(
     values, inputs = ([_copy_input(value, captured.device) for value in given] for _ in range(2))
     args, kwargs = pytree.tree_unflatten(inputs, captured.in_tree)
     torch.manual_seed(seed)
-    with torch.enable_grad(), _in_words(f"{when}the model itself fails on the example inputs"):
+    region = autocast(captured.precision, captured.device)
+    with torch.enable_grad(), _in_words(f"{when}the model itself fails on the example inputs"), region:
         expected = pytree.tree_leaves(reference(*args, **kwargs))
     _check_real(expected)
     torch.manual_seed(seed)
@@ -328,7 +331,8 @@ def check_structure(captured: Captured, leaves: list[Leaf]) -> None:
             for v in (leaf.value for leaf in leaves)
         ]
         args, kwargs = pytree.tree_unflatten(values, captured.in_tree)
-        with without_value_checks(), ConstantDraws(), FunctionRecorder(skeleton):
+        region = autocast(captured.precision, captured.device)
+        with without_value_checks(), ConstantDraws(), FunctionRecorder(skeleton), region:
             expected = pytree.tree_leaves(skeleton(*args, **kwargs))
         lifted = {name: captured.mode.from_tensor(t) for name, t in captured.lifted.items()}
         got = run_flat(captured, {**lifted, **dict(named_tensors(skeleton))}, values)

@@ -5,6 +5,7 @@ import time
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from stagekit.program import Batch, ProgramDefaults
 
@@ -125,8 +126,26 @@ class Evaluates(Fine):
         return {"held_out": result.loss, "seen": step + 1}
 
 
+class Sharded(Evaluates):
+    """Its weights are spread over the replicas of a stage."""
+
+    def parallelize(self, stage_module, mesh):
+        return fully_shard(stage_module, mesh=mesh)
+
+
+class Overflows(Fine):
+    """The gradient of its fourth batch is beyond what 16 bits hold, its loss is not; the rate falls with each update."""
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def batches(self, start_step, replica, replicas):
+        for number, batch in enumerate(super().batches(start_step, replica, replicas)):
+            yield Batch(batch.args, {}, batch.target + (1e3 if number == 3 else 0.0))
+
+
 class Collects(Fine):
-    """Asks for something that this version does not do."""
+    """Trains, and has what only a forward job is asked for."""
 
     def collect(self, outputs):
         pass

@@ -260,3 +260,22 @@ def test_a_transformers_directory_is_absolute_or_inside_the_source():
     told = mistakes(GOOD.replace(program, "hf:./model"))
     assert "program hf:./model is relative" in told and "add `source: .`" in told
     assert "hf:FOLDER" in mistakes(GOOD.replace(program, '"hf:"'))
+
+
+def test_how_a_job_trains_survives_the_wire():
+    text = GOOD.replace("{steps: 3}", "{steps: 3, accumulate: 4, precision: fp16}")
+    job = load(text, "pipeline.buckets.compress=bf16")
+    proto = jobspec.to_proto(job, environ={})
+    assert jobspec.from_proto(proto) == job
+    train = jobspec.to_dict(proto)["train"]
+    assert (train["accumulate"], train["precision"]) == (4, "fp16")
+    proto.train.accumulate, proto.train.precision = 0, ""  # of a job that was stored before there were these
+    train = jobspec.to_dict(proto)["train"]
+    assert (train["accumulate"], train["precision"]) == (1, "fp32")
+
+
+@pytest.mark.parametrize("field", ["train.accumulate=2", "pipeline.buckets.compress=bf16"])
+def test_what_only_training_has_is_refused_in_a_forward_job(field):
+    name = field.partition("=")[0]
+    assert f"{name} is for training" in mistakes(GOOD, "pipeline.schedule=forward", field)
+    load(GOOD, "pipeline.schedule=forward", "train.precision=bf16")
