@@ -20,6 +20,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python tests/bench/partition.py
 	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/predict.py
+	$(BIN)/python tests/bench/ddp.py
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest tests -m soak

@@ -19,6 +19,7 @@ from stagekit.plan.actions import COMPUTE, Action, Op
 from stagekit.plan.contract import InputRef, ValueRef
 from stagekit.run.alarm import Alarm, Silence
 from stagekit.run.binding import bind, bind_drained
+from stagekit.run.device_times import DeviceTimes
 from stagekit.run.flight import Flight, Reductions, Step, Wiring
 from stagekit.run.inputs import InputExchange
 from stagekit.run.layout import Placement
@@ -71,6 +72,9 @@ class Executor:
             self._flight,
         )
         self._calls = [bind(wiring, index) for index in range(len(self.recorder.actions))]
+        self._device_times = DeviceTimes(self.recorder) if device.type == "cuda" else None
+        if self._device_times is not None:
+            self._calls = [self._device_times.around(index, call) for index, call in enumerate(self._calls)]
         self._num_compute = sum(action.op in COMPUTE for action in self.recorder.actions)
 
     @property
@@ -90,6 +94,13 @@ class Executor:
         self._flight.begin(step)
         self._performed = 0
         self.recorder.begin_step()
+        if self._device_times is not None:
+            self._device_times.begin()
+
+    def read_times(self) -> None:
+        """Have the recorder hold when actions ran, not when they were launched; after a step that did not fail."""
+        if self._device_times is not None:
+            self._device_times.read()
 
     def run_list(self) -> None:
         """Run the whole list. Raises PeerError; StageError only without an alarm.

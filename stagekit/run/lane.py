@@ -191,6 +191,8 @@ class Lane:
             flat[0] = loss.result()
         elif self._agreement.target is None and not self.train:
             flat[0] = float("nan")
+        if not has_failed:
+            executor.read_times()
         if self._groups.replica == 0 and not has_failed:
             self._stamp(executor.recorder, flat, clock_base_ns)
         result = self._share(flat)
