@@ -1,73 +1,90 @@
-"""Three hosts of their own (network namespaces): a coordinator and two nodes that share nothing but a wire."""
+"""Hosts of their own (network namespaces) that share nothing but a wire: stages, and replicas of stages, over them."""
 
 import json
-import subprocess
-import sys
+import os
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from tests.support.cluster import wait_for_no_process_of, wait_until
-from tests.support.hosts import Hosts
+from tests.e2e.programs import broken
+from tests.support import reference
+from tests.support.cluster import wait_until
+from tests.support.hosts import Hosts, fleet
 
 PROGRAMS = Path(__file__).parent / "programs"
-PYTHON = sys.executable
+STEPS, SEED = 5, 3
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory):
+def four(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
-    with Hosts(3) as hosts:
-        processes = []
-
-        def start(n, name, *arguments):
-            with (folder / f"{name}.log").open("wb") as log:
-                command = hosts.command(
-                    n, PYTHON, "-m", "piped", *arguments, "--state-dir", str(folder / name), "--insecure"
-                )
-                processes.append(subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
-            wait_until((folder / name / "endpoints.json").exists, 30, f"{name}'s start")
-
-        def pipectl(*arguments):
-            command = hosts.command(2, PYTHON, "-m", "pipectl", "--coordinator", f"{hosts.address(2)}:7400", *arguments)
-            return subprocess.run(command, capture_output=True, text=True, timeout=180)
-
-        try:
-            here = hosts.address(2)
-            flags = ["--listen", f"{here}:7400", "--http", f"{here}:7401", "--health", "127.0.0.1:0"]
-            start(2, "coordinator", "coordinator", *flags)
-            for n, name in enumerate(("a", "b")):
-                address = hosts.address(n)
-                flags = ["--coordinator", f"{here}:7400", "--data-address", address, "--metrics", f"{address}:9464"]
-                start(n, name, "node", "--name", name, *flags, "--slots", "2", "--stop-workers-on-exit")
-            wait_until(lambda: len(json.loads(pipectl("get", "nodes", "-o", "json").stdout)) == 2, 20, "both nodes")
-            yield pipectl, folder
-        finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait(timeout=30)
-            assert wait_for_no_process_of(folder) == {}
+    with fleet(folder, nodes=4, slots=2) as pipectl:
+        yield pipectl, folder
 
 
-def test_stages_on_two_hosts_train_over_the_data_address(fleet):
-    pipectl, folder = fleet
+def submit(pipectl, folder, name, *flags, per_node=2, params=None, steps=STEPS, **pipeline):
     spec = {
         "version": 1,
-        "name": "hosts",
+        "name": name,
         "program": "broken:Fine",
         "source": str(PROGRAMS),
-        "pipeline": {"stages": 4, "chunks": 4},
-        "train": {"steps": 5},
+        "params": params or {},
+        "pipeline": {"chunks": 4, **pipeline},
+        "train": {"steps": steps, "seed": SEED, "log_every": 1},
+        "resources": {"slots_per_node": per_node},
         "env": {"STAGEKIT_TRANSPORT": "gloo"},  # under one kernel they would share memory, not the wire
     }
-    (folder / "job.yaml").write_text(yaml.safe_dump(spec))
-    done = pipectl("submit", "--no-check", "--wait", str(folder / "job.yaml"))
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(spec))
+    done = pipectl("submit", "--no-check", *flags, str(folder / f"{name}.yaml"))
     assert done.returncode == 0, done.stderr
-    job = json.loads(pipectl("get", "jobs", "hosts", "-o", "json").stdout)
+
+
+def found(pipectl, name):
+    return json.loads(pipectl("get", "jobs", name, "-o", "json").stdout)
+
+
+def test_stages_on_two_hosts_train_over_the_data_address(four):
+    pipectl, folder = four
+    submit(pipectl, folder, "hosts", "--wait", stages=4)
+    job = found(pipectl, "hosts")
     assert [worker["node_name"] for worker in job["workers"]] == ["a", "a", "b", "b"]
     events = pipectl("events", "hosts").stdout
     assert f"store_listens     {Hosts.address(0)}:" in events, events
     logs = pipectl("logs", "hosts").stdout
     assert logs.count("weights_digest") == 4
+
+
+def test_replicas_on_four_hosts_train_over_the_data_interface_as_one_process_does(four):
+    pipectl, folder = four
+    submit(pipectl, folder, "wide", "--wait", per_node=1, stages=2, replicas=2)
+    assert {worker["node_name"] for worker in found(pipectl, "wide")["workers"]} == {"a", "b", "c", "d"}
+    said = [line.partition("] ")[2] for line in pipectl("logs", "wide").stdout.splitlines()]
+    logs = [json.loads(text) for text in said if text.startswith("{")]  # torch's own lines are not
+    torch.set_num_threads(1)
+    losses, _ = reference.train(broken.Fine(), steps=STEPS, chunks=4, seed=SEED, replicas=2)
+    told = [line["loss"] for line in logs if line.get("event") == "step"]
+    assert told == pytest.approx(losses, abs=1e-4)  # the log rounds
+    digests = {(tuple(line["stages"]), line["digest"]) for line in logs if line.get("event") == "weights_digest"}
+    assert {stages for stages, _ in digests} == {(0,), (1,)} and len(digests) == 2
+
+
+def test_a_killed_worker_of_a_replica_on_its_own_host_is_blamed_and_nobody_else(four):
+    pipectl, folder = four
+    submit(pipectl, folder, "killed", per_node=1, params={"pause_s": 0.1}, steps=400, stages=2, replicas=2)
+
+    def progressed():
+        job = found(pipectl, "killed")
+        assert job["state"] not in ("FAILED", "JOB_STATE_FAILED"), pipectl("describe", "killed").stdout
+        return job if int(job.get("progress", {}).get("step", 0)) >= 3 else None
+
+    job = wait_until(progressed, 90, "the third step", every_s=0.5)
+    victim = next(worker for worker in job["workers"] if worker.get("rank") == 3)
+    environment = Path(f"/proc/{victim['pid']}/environ").read_bytes().split(b"\0")
+    assert b"GLOO_SOCKET_IFNAME=eth0" in environment
+    os.kill(int(victim["pid"]), signal.SIGKILL)
+    assert pipectl("wait", "killed").returncode == 1
+    text = pipectl("describe", "killed").stdout
+    assert "SIGNALLED: rank 3 (stages [1]) on" in text and "PeerError" not in text

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.cluster import wait_for_no_process_of, wait_until
 
 
 def ip(*arguments: str) -> None:
@@ -12,7 +19,10 @@ def ip(*arguments: str) -> None:
 
 
 class Hosts:
-    """`with Hosts(3) as hosts`: host n has the address 10.77.0.(n + 1); nothing of it is left afterwards."""
+    """`with Hosts(3) as hosts`: host n has the address 10.77.0.(n + 1); nothing of it is left afterwards.
+
+    Each also has an interface that leads nowhere, and comes first.
+    """
 
     def __init__(self, count: int) -> None:
         prefix = f"t{os.getpid() % 100_000}"
@@ -34,6 +44,9 @@ class Hosts:
     def _add(self, n: int, name: str) -> None:
         ip("netns", "add", name)
         ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "link", "add", "aside0", "type", "veth", "peer", "name", "aside1")
+        ip("-n", name, "addr", "add", "10.66.0.1/24", "dev", "aside0")
+        ip("-n", name, "link", "set", "aside0", "up")
         ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{n}", "netns", self._switch)
         ip("-n", name, "addr", "add", f"{self.address(n)}/24", "dev", "eth0")
         ip("-n", name, "link", "set", "eth0", "up")
@@ -52,3 +65,44 @@ class Hosts:
     def command(self, n: int, *command: str) -> list[str]:
         """Return the command line that runs `command` on host `n`."""
         return ["ip", "netns", "exec", self.names[n], *command]
+
+
+@contextmanager
+def fleet(folder: Path, *, nodes: int, slots: int) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Yield pipectl of a coordinator on one host and of nodes "a", "b", … on hosts of their own; all is stopped afterwards.
+
+    Host n is node n, the last one the coordinator's.
+    """
+    with Hosts(nodes + 1) as hosts:
+        processes: list[subprocess.Popen[bytes]] = []
+        here = hosts.address(nodes)
+
+        def start(n: int, name: str, *arguments: str) -> None:
+            piped = [sys.executable, "-m", "piped", *arguments, "--state-dir", str(folder / name), "--insecure"]
+            with (folder / f"{name}.log").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(hosts.command(n, *piped), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                )
+            wait_until((folder / name / "endpoints.json").exists, 30, f"{name}'s start")
+
+        def pipectl(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "pipectl", "--coordinator", f"{here}:7400", *arguments]
+            return subprocess.run(
+                hosts.command(nodes, *command), capture_output=True, text=True, timeout=180, check=False
+            )
+
+        try:
+            flags = ["--listen", f"{here}:7400", "--http", f"{here}:7401", "--health", "127.0.0.1:0"]
+            start(nodes, "coordinator", "coordinator", *flags)
+            for n in range(nodes):
+                address, name = hosts.address(n), chr(ord("a") + n)
+                flags = ["--coordinator", f"{here}:7400", "--data-address", address, "--metrics", f"{address}:9464"]
+                start(n, name, "node", "--name", name, *flags, "--slots", str(slots), "--stop-workers-on-exit")
+            wait_until(lambda: len(json.loads(pipectl("get", "nodes", "-o", "json").stdout)) == nodes, 20, "every node")
+            yield pipectl
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(timeout=30)
+            assert wait_for_no_process_of(folder) == {}
