@@ -8,8 +8,9 @@ worker → shim → daemon (an inherited socketpair whose number is in PIPED_FD,
     plan       {plan}                          rank 0: the PlanSummary as a dict with its proto field names
     progress   {step, steps, loss, tokens_per_s, step_s}       last stage of replica 0, at most once a second
     beat       {step, action, section}         every rank, once a second: where it is ("F3", section "step")
-    metrics    {samples: [{name, labels, value} | {name, labels, buckets, sum}]}   cumulative, once a second and at exit;
-               buckets: len(BUCKETS_S) + 1 counts, each of its own bucket alone, the last for +Inf
+    metrics    {samples: [{name, labels, value} | {name, labels, buckets, sum, exemplars?}]}   cumulative, once a second and at
+               exit; buckets: len(BUCKETS_S) + 1 counts, each of its own bucket alone, the last for +Inf; exemplars:
+               [[bucket, step, chunk, value]], the newest of each bucket
     failed     {is_transport, is_numeric, peer_rank, message, traceback, step}     before exit 1
     done       {step, loss}                    before exit 0: steps finished, the loss of the last
 

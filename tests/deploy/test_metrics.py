@@ -59,6 +59,14 @@ def test_forwards_and_backwards_are_counted_once_per_chunk_and_step_on_every_sta
         assert counts == {str(stage): STEPS * CHUNKS for stage in range(STAGES)}
 
 
+def test_an_exemplar_says_which_step_and_chunk_took_that_long(seen):
+    server, job = seen
+    for name in ("piped_chunk_duration_seconds_bucket", "piped_chunk_latency_seconds_bucket"):
+        found = server.exemplars(f'{name}{{job_id="{job.job_id}"}}')
+        assert found, name
+        assert all(0 <= int(labels["chunk"]) < CHUNKS and 0 <= int(labels["step"]) < STEPS for labels in found), name
+
+
 def test_bytes_between_stages_are_those_of_the_plan(seen):
     server, job = seen
     sent = server.values(f'piped_p2p_bytes_total{{job_id="{job.job_id}",direction="send_forward"}}', "stage")

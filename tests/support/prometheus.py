@@ -36,6 +36,7 @@ class Prometheus:
             f"--config.file={folder}/prometheus.yml",
             f"--storage.tsdb.path={folder}/tsdb",
             f"--web.listen-address={self.address}",
+            "--enable-feature=exemplar-storage",
         ]
         self._log = (folder / "prometheus.log").open("wb")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
@@ -56,6 +57,12 @@ class Prometheus:
                 return response.status == 200
         except OSError:
             return False
+
+    def exemplars(self, expression: str) -> list[dict[str, str]]:
+        """Return the labels of every exemplar of the series that `expression` names."""
+        wanted = urllib.parse.urlencode({"query": expression, "start": "0", "end": "9999999999"})
+        with urllib.request.urlopen(f"http://{self.address}/api/v1/query_exemplars?{wanted}", timeout=10) as response:
+            return [each["labels"] for series in json.load(response)["data"] for each in series["exemplars"]]
 
     def query(self, expression: str) -> list[dict[str, object]]:
         """Return the instant vector (a scalar as one sample without labels)."""

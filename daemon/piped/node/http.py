@@ -1,17 +1,21 @@
-"""`GET /metrics` of a node, in the daemon's own loop. Built by piped.node.app."""
+"""`GET /metrics` of a node, in the daemon's own loop. Built by piped.node.app.
+
+Who asks for OpenMetrics, as Prometheus does, also gets exemplars: the step and chunk of an observation of each bucket.
+"""
 
 from __future__ import annotations
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import choose_encoder
 
 
 async def serve(registry: CollectorRegistry, host: str, port: int) -> tuple[web.AppRunner, str]:
     """Serve until `runner.cleanup()`; return the runner and the bound "host:port". Raises OSError."""
 
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def metrics(request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
     application = web.Application()
     application.router.add_get("/metrics", metrics)

@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -27,6 +28,7 @@ from prometheus_client.metrics_core import (
     Metric as Family,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from piped.metrics import BUCKETS_S, CHILDREN, NODE_METRICS, WORKER_METRICS, Metric
 from piped.node.model import DesiredAttempt, DesiredState, Phase
@@ -38,6 +40,8 @@ EXIT_REASONS = ("success", "error", "stopped")  # and signal_N, once seen
 STATES = ("starting", "running", "stopping", "ended")
 _WORKER = {metric.name: metric for metric in WORKER_METRICS}
 _SECONDS = ("piped_bubble_seconds",)  # counters that are exposed with their unit before _total
+
+_NONE: Mapping[int, Exemplar] = MappingProxyType({})
 
 Labels = tuple[str, ...]  # values, in the order of the metric's labels
 Value = list[float]  # counter or gauge: [value]; histogram: counts of each bucket, then the sum
@@ -54,6 +58,7 @@ class Job:
     base: dict[str, dict[Labels, Value]] = field(default_factory=dict)  # of earlier attempts
     sources: dict[int, dict[str, dict[Labels, Value]]] = field(default_factory=dict)  # rank -> its newest snapshot
     gauges: dict[str, dict[Labels, float]] = field(default_factory=dict)
+    exemplars: dict[str, dict[Labels, dict[int, Exemplar]]] = field(default_factory=dict)  # of any rank, by bucket
     exits: dict[Labels, float] = field(default_factory=dict)
     ended_s: float | None = None
 
@@ -103,6 +108,7 @@ class JobCollector(Collector):
                 job.gauges.setdefault(metric.name, {})[labels] = float(sample["value"])
             else:
                 snapshot.setdefault(metric.name, {})[labels] = _value(metric, sample)
+                job.exemplars.setdefault(metric.name, {}).setdefault(labels, {}).update(_exemplars(sample))
         job.sources[rank] = snapshot
 
     def count_exit(self, job_id: str, fence: int, rank: int, reason: str) -> None:
@@ -178,7 +184,7 @@ class JobCollector(Collector):
                 for labels, number in job.gauges.get(metric.name, {}).items():
                     _add(family, (job_id, *labels), [number])
             for labels, value in totals[job_id].get(metric.name, {}).items():
-                _add(family, (job_id, *labels), value)
+                _add(family, (job_id, *labels), value, job.exemplars.get(metric.name, {}).get(labels, {}))
         return family
 
     def _node_families(self) -> Iterator[Family]:
@@ -245,12 +251,21 @@ def _family(metric: Metric) -> Family:
             return HistogramMetricFamily(metric.name, metric.help, labels=labels)
 
 
-def _add(family: Family, labels: Labels, value: Value) -> None:
+def _exemplars(sample: Mapping[str, Any]) -> dict[int, Exemplar]:
+    return {
+        int(bucket): Exemplar({"step": str(int(step)), "chunk": str(int(chunk))}, float(value))
+        for bucket, step, chunk, value in sample.get("exemplars") or ()
+    }
+
+
+def _add(family: Family, labels: Labels, value: Value, exemplars: Mapping[int, Exemplar] = _NONE) -> None:
     if isinstance(family, HistogramMetricFamily):
-        counts, buckets = 0.0, []
-        for edge, count in zip((*map(str, BUCKETS_S), "+Inf"), value, strict=False):
+        counts = 0.0
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        for number, (edge, count) in enumerate(zip((*map(str, BUCKETS_S), "+Inf"), value, strict=False)):
             counts += count
-            buckets.append((edge, counts))
+            exemplar = exemplars.get(number)
+            buckets.append((edge, counts) if exemplar is None else (edge, counts, exemplar))
         family.add_metric(labels, buckets=buckets, sum_value=value[-1])
     elif isinstance(family, CounterMetricFamily | GaugeMetricFamily):
         family.add_metric(labels, value[0])

@@ -17,6 +17,7 @@ class Samples:
     def __init__(self) -> None:
         self._values: dict[tuple[str, Labels], float] = {}
         self._histograms: dict[tuple[str, Labels], tuple[list[int], list[float]]] = {}
+        self._exemplars: dict[tuple[str, Labels], dict[int, tuple[int, int, float]]] = {}  # newest, by bucket
 
     def declare(self, name: str, **labels: str) -> None:
         """Let a series exist, at zero."""
@@ -26,14 +27,17 @@ class Samples:
         else:
             self._values.setdefault(key, 0.0)
 
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Add one observation to a histogram."""
+    def observe(self, name: str, value: float, *, exemplar: tuple[int, int] | None = None, **labels: str) -> None:
+        """Add one observation to a histogram; `exemplar` says of which (step, chunk) it is."""
         key = (name, tuple(labels.items()))
         if key not in self._histograms:
             self.declare(name, **labels)
         counts, total = self._histograms[key]
-        counts[bisect_left(BUCKETS_S, value)] += 1
+        bucket = bisect_left(BUCKETS_S, value)
+        counts[bucket] += 1
         total[0] += value
+        if exemplar is not None:
+            self._exemplars.setdefault(key, {})[bucket] = (*exemplar, value)
 
     def add(self, name: str, value: float, **labels: str) -> None:
         """Increase a counter."""
@@ -51,6 +55,11 @@ class Samples:
         ]
         samples += [
             {"name": name, "labels": dict(labels), "buckets": list(counts), "sum": total[0]}
+            | self._exemplars_of((name, labels))
             for (name, labels), (counts, total) in self._histograms.items()
         ]
         return samples
+
+    def _exemplars_of(self, key: tuple[str, Labels]) -> dict[str, Any]:
+        found = self._exemplars.get(key)
+        return {"exemplars": [[bucket, *exemplar] for bucket, exemplar in found.items()]} if found else {}

@@ -109,8 +109,9 @@ class Observer:
         self._rows += sum(self._run.executor.step.chunk_sizes)
         ways = WAYS if self._run.plan.trains else WAYS[:1]
         for phase, latencies in zip(ways, result.chunk_latencies_s(), strict=False):
-            for latency in latencies:
-                self.samples.observe("piped_chunk_latency_seconds", max(0.0, latency), phase=phase)
+            for chunk, latency in enumerate(latencies):
+                which = (self._run.executor.step.number, chunk)
+                self.samples.observe("piped_chunk_latency_seconds", max(0.0, latency), exemplar=which, phase=phase)
 
     def after_pass(self, step: int, *, step_s: float) -> dict[str, float]:
         """Report a step of other replicas in which this one had no batch; returns what the program's `on_step` gets."""
@@ -129,7 +130,7 @@ class Observer:
             self.send_metrics()
 
     def _observe_actions(self, step_s: float) -> None:
-        samples, recorder = self.samples, self._run.executor.recorder
+        samples, recorder, step = self.samples, self._run.executor.recorder, self._run.executor.step.number
         busy_ns = 0
         for i, action in enumerate(recorder.actions):
             duration_ns = recorder.end_ns[i] - recorder.start_ns[i]
@@ -137,7 +138,10 @@ class Observer:
             if action.op in COMPUTE:
                 busy_ns += duration_ns
                 phase = _PHASE[action.op]
-                samples.observe("piped_chunk_duration_seconds", duration_ns * 1e-9, stage=stage, phase=phase)
+                which = (step, action.chunk)
+                samples.observe(
+                    "piped_chunk_duration_seconds", duration_ns * 1e-9, exemplar=which, stage=stage, phase=phase
+                )
                 if (action.op, action.stage) in self._waiting:
                     wait_s = recorder.wait_ns[i] * 1e-9
                     direction = _RECEIVES[action.op]
