@@ -210,6 +210,10 @@ class Resources(_Strict):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where the slots are CUDA devices")
     slots_per_node: int | None = Field(None, ge=1, description="at most so many workers on one node")
+    placement: Literal["spread", "pack"] = Field(
+        "spread",
+        description="spread: replicas on different nodes where free slots allow it; pack: the whole job on the fewest nodes",
+    )
 
 
 class Checkpoint(_Strict):
@@ -551,7 +555,11 @@ def to_proto(
             precision=job.train.precision,
         ),
         backend=_BACKENDS[job.backend],
-        resources=spec_pb2.ResourcesSpec(device=job.resources.device, slots_per_node=job.resources.slots_per_node or 0),
+        resources=spec_pb2.ResourcesSpec(
+            device=job.resources.device,
+            slots_per_node=job.resources.slots_per_node or 0,
+            placement=job.resources.placement,
+        ),
         checkpoint=spec_pb2.CheckpointSpec(dir=job.checkpoint.dir if job.checkpoint else ""),
         observe=spec_pb2.ObserveSpec(trace_steps=job.observe.trace_steps),
         env=env,
@@ -627,7 +635,11 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
             "precision": train.precision or "fp32",
         },
         "backend": backend,
-        "resources": {"device": spec.resources.device, "slots_per_node": spec.resources.slots_per_node or None},
+        "resources": {
+            "device": spec.resources.device,
+            "slots_per_node": spec.resources.slots_per_node or None,
+            "placement": spec.resources.placement or "spread",
+        },
         "checkpoint": {"dir": spec.checkpoint.dir} if spec.checkpoint.dir else None,
         "recovery": {"grace": spec.grace_s, "start_timeout": spec.start_timeout_s},
         "observe": {"trace_steps": list(spec.observe.trace_steps)},

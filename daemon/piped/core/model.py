@@ -119,6 +119,7 @@ class JobSpec:
     json_bytes: int = 0  # of the whole job file
     stages_of_ranks: tuple[int, ...] = ()  # where ranks hold unequal numbers of stages, each the next so many
     schedule_csv: str = ""  # the text of a schedule that is a file
+    placement: str = "spread"  # spread | pack
 
     @property
     def pp_ranks(self) -> int:

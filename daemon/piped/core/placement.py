@@ -2,7 +2,7 @@
 
 Called by `jobs` alone. Rank = replica * pp_ranks + pp_rank; which stages a rank owns is its schedule's
 business. The fewest nodes are taken, neighbours sit next to each other, and replicas take separate nodes where the
-free slots allow it.
+free slots allow it, unless the job asks to be packed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def place(
     offers = [each for each in offers if each.slots]
     if sum(len(each.slots) for each in offers) < spec.world_size:
         return None, _shortage(spec, kind, ready, reservations)
-    seats = _seats_apart(spec, offers) or _seats(spec.world_size, offers)
+    apart = _seats_apart(spec, offers) if spec.placement == "spread" else None
+    seats = apart or _seats(spec.world_size, offers)
     return tuple(_rank(spec, rank, node, slot) for rank, (node, slot) in enumerate(seats)), ""
 
 

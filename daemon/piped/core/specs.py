@@ -15,6 +15,7 @@ from piped.core.schedules import AUTO, CHOSEN, SCHEDULES, blocks_misfit, csv_mis
 from piped.errors import FieldViolation, SpecError
 
 DEVICES = ("auto", "cpu", "cuda")
+PLACEMENTS = ("spread", "pack")
 MAX_RANKS = 4096
 MAX_SECONDS = 86_400
 MAX_SPEC_BYTES = 256 << 10  # nodes tell it to workers in lines of 1 MiB, the environment twice
@@ -61,6 +62,8 @@ def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "recovery.start_timeout", f"is {spec.start_timeout_s} s; it must be 1 to {MAX_SECONDS}"
     if spec.device not in DEVICES:
         yield "resources.device", f"{spec.device!r} is unknown; use one of {', '.join(DEVICES)}"
+    if spec.placement not in PLACEMENTS:
+        yield "resources.placement", f"{spec.placement!r} is unknown; use one of {', '.join(PLACEMENTS)}"
     if spec.source_sha256 and not SHA256.fullmatch(spec.source_sha256):
         yield "source", f"{spec.source_sha256!r} is no SHA-256 in lower-case hexadecimal"
     for name, value in spec.env:

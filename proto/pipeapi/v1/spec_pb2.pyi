@@ -172,12 +172,14 @@ class TrainSpec(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., clip_grad_norm: _Optional[float] = ..., seed: _Optional[int] = ..., log_every: _Optional[int] = ..., eval_every: _Optional[int] = ..., accumulate: _Optional[int] = ..., precision: _Optional[str] = ...) -> None: ...
 
 class ResourcesSpec(_message.Message):
-    __slots__ = ("device", "slots_per_node")
+    __slots__ = ("device", "slots_per_node", "placement")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_PER_NODE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     device: str
     slots_per_node: int
-    def __init__(self, device: _Optional[str] = ..., slots_per_node: _Optional[int] = ...) -> None: ...
+    placement: str
+    def __init__(self, device: _Optional[str] = ..., slots_per_node: _Optional[int] = ..., placement: _Optional[str] = ...) -> None: ...
 
 class CheckpointSpec(_message.Message):
     __slots__ = ("dir",)

@@ -43,6 +43,11 @@ def test_replicas_take_separate_nodes_where_they_fit_and_share_where_not():
     assert [name for name, _slot in layout(placed)] == ["a", "a", "a", "b"]
 
 
+def test_a_packed_job_takes_the_fewest_nodes_whatever_its_replicas():
+    placed, _ = place(spec(stages=2, replicas=2, placement="pack"), [node("a", 4), node("b", 2)], {})
+    assert {name for name, _slot in layout(placed)} == {"a"}
+
+
 def test_it_is_all_or_nothing_and_the_reason_counts_what_there_is():
     nodes = [node("a", 2), node("b", 2)]
     assert place(spec(stages=8), nodes, {}) == (None, "needs 8 slots, the cluster has 4 (2 nodes × 2), 0 in use")
