@@ -28,7 +28,9 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "STAGEKIT_TRANSPORT"
 MODES = ("auto", "gloo", "shm")
-SPIN_S = 200e-6  # before a receiver sleeps, where every rank has a core: waking it costs as much, 50e-6 took 10 % longer
+SPIN_S = (
+    200e-6  # before a receiver sleeps, where every rank has a core: waking it costs as much, 50e-6 took 10 % longer
+)
 Exchange = Callable[[str], list[str]]  # the text of every rank, in their order
 
 
