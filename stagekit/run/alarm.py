@@ -15,7 +15,10 @@ import threading
 import traceback
 import weakref
 from datetime import timedelta
+from time import monotonic
 from typing import Any
+
+import torch.distributed as dist
 
 from stagekit.errors import PeerError, RemoteError, StageError
 
@@ -105,9 +108,23 @@ def _wait(alarm: weakref.ref[Alarm], store: Any, name: str, key: str) -> None:
     """Wait for a rank's key; holds no reference to the alarm meanwhile, which may be forgotten."""
     try:
         own = store.clone()  # a connection of its own: a wait blocks it
-        own.wait([key], _WAIT)
-    except RuntimeError:  # the store is gone or silent: ranks then learn of an error at the end of the step
+        while not _came(own, key):
+            if alarm() is None:
+                return
+    except RuntimeError:  # the store is gone: ranks then learn of an error at the end of the step
         return
     there = alarm()
     if there is not None:
         there._heard(name)
+
+
+def _came(store: Any, key: str) -> bool:
+    """Wait for a key as long as a store lets one; say whether it is there. Raises RuntimeError if the store is gone."""
+    began = monotonic()
+    try:
+        store.wait([key], _WAIT)
+    except dist.DistStoreError:
+        if monotonic() - began < _WAIT.total_seconds() / 2:
+            raise
+        return False
+    return True

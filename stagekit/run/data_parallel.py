@@ -270,12 +270,12 @@ class GradientSums:
             for parameter in self._parameters:
                 parameter.grad = None
             return
+        self._earlier = [None if grad is None else grad.clone() for grad in held]
         if self._sums and not self._is_due and any(grad is not None and bool(grad.any()) for grad in held):
             raise UserError(
-                "a step without synchronisation would add to gradients that are summed over the replicas already, which "
-                "would be summed again; zero the gradients first"
+                "a step without synchronisation would add to gradients that are summed over replicas or tied stages already, "
+                "which would be summed again; zero the gradients first"
             )
-        self._earlier = [None if grad is None else grad.clone() for grad in held]
 
     @property
     def _sets_aside(self) -> bool:

@@ -163,10 +163,7 @@ class Lane:
                 self._check_given(leaves, target, number, refusal)
                 self._check_own(leaves, target, header)
             except Exception as error:
-                if self._alarm is None:
-                    raise
-                self._alarm.report(error)  # the others run already: this rank goes through its list without computing
-                self.is_refused = True
+                self.refuse(error)
         if self.is_refused:
             leaves, target = [None] * len(leaves), None
         self._begin_inputs(leaves, target, header)
@@ -179,6 +176,13 @@ class Lane:
             Step(number, seed, self._groups.replica, sizes, shapes, train=self.train, keep_output=keep_output)
         )
         return executor
+
+    def refuse(self, error: Exception) -> None:
+        """Go through the list of the step that begins without computing: the others run already, and hear of it."""
+        if self._alarm is None:
+            raise error
+        self._alarm.report(error)
+        self.is_refused = True
 
     def end(self, *, clock_base_ns: int) -> StepResult:
         """Exchange loss, chunk times and whether a rank failed. Raises that rank's StageError, on others RemoteError."""

@@ -150,7 +150,10 @@ class Run:
             loss_scale=self.loss_scale,
         )
         self._sums.attach(self.executor.recorder)
-        self._sums.begin()
+        try:
+            self._sums.begin()
+        except UserError as error:  # perhaps of this rank alone: the others may have nothing to sum
+            self._lane.refuse(error)
         self._states = [(state, state.detach().clone()) for state in self._written]
 
     def raise_if_refused(self) -> None:

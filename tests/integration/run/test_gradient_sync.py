@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stagekit.api import capture_model, plan_pipeline
-from stagekit.errors import UserError
+from stagekit.errors import StagekitError, UserError
 from stagekit.testing import spawn
 
 WIDTH, ROWS, CHUNKS, LAYERS = 8, 16, 4, 8
@@ -112,3 +112,37 @@ def test_a_plan_tells_that_gradients_are_rounded():
     assert pipeline("bf16").plan.bit_equal == "no (gradients are rounded to bf16 and summed over 2 replicas)"
     assert pipeline(None).plan.bit_equal == "no (gradients are summed over 2 replicas)"
     assert pipeline("bf16").plan.fingerprint != pipeline(None).plan.fingerprint
+
+
+class Tied(nn.Module):
+    """Three layers, the first and the last of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def accumulated_on_sums(rank):
+    captured = capture_model(Tied, (torch.zeros(2, WIDTH),))
+    run = plan_pipeline(
+        captured, loss_fn=loss, stages=3, chunks=2, schedule="1f1b", split=["layers.1", "layers.2"], measured=False
+    ).deploy()
+    x, target = batch(0)
+    first = run.step(x, target=target).loss
+    with run.no_sync(), pytest.raises(StagekitError, match="zero the gradients first"):
+        run.step(x, target=target)
+    run.zero_grad()
+    with run.no_sync():
+        again = run.step(x, target=target).loss
+    return first == again
+
+
+def test_every_rank_refuses_to_accumulate_on_sums_also_one_that_sums_nothing():
+    assert spawn(accumulated_on_sums, 3) == [True, True, True]
