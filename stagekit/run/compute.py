@@ -82,7 +82,7 @@ def bind_forward(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable
             detached: tuple[Tensor, ...] = ()
             for output in outputs:
                 detached += (output.detach(),)
-            step.outputs.append(detached)
+            step.outputs[chunk] = detached
         for position, value, target in kept:
             flight.values[value, target, chunk] = outputs[position].detach()
         if is_sent:

@@ -83,9 +83,12 @@ class Executor:
         return self._flight.step
 
     def outputs(self) -> list[dict[str, Tensor]]:
-        """Return the last stage's outputs of every chunk by value name, where the step kept them."""
+        """Return the last stage's outputs by value name, in the order of chunks, where the step kept them.
+
+        A schedule may run the chunks in another order.
+        """
         names = self._placement.spec.stages[-1].outputs
-        return [dict(zip(names, outputs, strict=True)) for outputs in self.step.outputs]
+        return [dict(zip(names, outputs, strict=True)) for _, outputs in sorted(self.step.outputs.items())]
 
     # ---- running
 

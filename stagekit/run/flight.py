@@ -62,7 +62,7 @@ class Step:
     chunk_sizes: tuple[int, ...]
     shapes: Mapping[int, ChunkShapes]  # by chunk size
     train: bool = True
-    outputs: list[tuple[Tensor, ...]] = field(default_factory=list)  # of the last stage by chunk, when kept
+    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # of the last stage by chunk, when kept
     keep_output: bool = False
 
 

@@ -60,7 +60,7 @@ class LossRunner:
         self._sum: Tensor | None = None
         self._total: float | None = None
         self._roots: dict[int, Tensor] = {}
-        self.losses: list[Tensor] = []
+        self._losses: dict[int, Tensor] = {}  # by chunk, in the order in which the schedule runs them
         self.weights: list[float] = []
 
     def prepare(self, sizes: Sequence[int]) -> None:
@@ -118,7 +118,12 @@ class LossRunner:
             if self.weights[chunk]:
                 _check_trains(loss)
             self._roots[chunk] = loss
-        self.losses.append(loss.detach())
+        self._losses[chunk] = loss.detach()
+
+    @property
+    def losses(self) -> list[Tensor]:
+        """The losses that were computed, in the order of chunks."""
+        return [loss for _, loss in sorted(self._losses.items())]
 
     def take(self, chunk: int) -> tuple[Tensor, Tensor | None]:
         """Return the loss of `chunk` with its graph, and its share of the gradient (None: it weighs nothing)."""

@@ -70,6 +70,26 @@ def test_uneven_chunks_are_weighted_by_their_rows():
     assert loss == pytest.approx(float(mean_square(nn.Sequential(*stages)(x), target)), rel=1e-6)
 
 
+ORDERS = {
+    "backwards first": "0F1,0F0,0B1,0B0\n1F1,1B1,1F0,1B0\n",
+    "forward only": "0F1,0F0\n1F1,1F0\n",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_schedule_may_run_the_chunks_in_any_order_and_outputs_and_losses_stay_with_their_rows(tmp_path, order):
+    (tmp_path / "mine.csv").write_text(ORDERS[order])
+    stages = modules(2)
+    x, target = batch(5)  # in 2 chunks: 3, 2
+    run = local(stages, schedule=str(tmp_path / "mine.csv"), chunks=2)
+    loss, output = run.step((x,), {}, target)
+    expected = nn.Sequential(*stages)(x).detach()
+    torch.testing.assert_close(output, expected)
+    assert loss == pytest.approx(float(mean_square(expected, target)), rel=1e-6)
+    parts = [mean_square(*chunk) for chunk in zip(expected.split([3, 2]), target.split([3, 2]), strict=True)]
+    torch.testing.assert_close(run._loss.losses, parts)
+
+
 def test_two_steps_without_zeroing_add_up():
     stages = modules(2)
     x, target = batch(8)
