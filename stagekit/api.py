@@ -28,6 +28,7 @@ from stagekit.arguments import (
     check_outputs,
     check_specs,
     compression,
+    schedule_name,
 )
 from stagekit.errors import UserError
 from stagekit.graph.capture.capture import Captured, capture
@@ -185,7 +186,7 @@ def pipeline(
     stages: int | None = None,
     ranks: int | None = None,
     chunks: int,
-    schedule: str | None = None,
+    schedule: str | Path | None = None,
     split: str | Sequence[str] | Balanced = "balanced",
     stages_per_rank: int | Sequence[int] | str = 1,
     replicas: int = 1,
@@ -226,7 +227,7 @@ def pipeline(
     mesh=mesh)`, or DistributedDataParallel over `mesh.get_group()`; `mesh` has the stage's replicas.
     The module and the random state are left as they were. Raises CaptureError, SplitError, ScheduleError, UserError.
     """
-    schedule = schedule or ("1f1b" if loss_fn is not None else FORWARD)
+    schedule = schedule_name(schedule) or ("1f1b" if loss_fn is not None else FORWARD)
     open_on = open_ranks(schedule, stages, stages_per_rank, ranks)
     check_counts_and_kinds(
         stages=stages or ranks,

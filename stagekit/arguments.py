@@ -76,6 +76,15 @@ def check_counts_and_kinds(**given: Any) -> None:
         )
 
 
+def schedule_name(schedule: Any) -> str | None:
+    """Return a schedule, a path as text. Raises UserError for what is none."""
+    if schedule is None or isinstance(schedule, str):
+        return schedule
+    if isinstance(schedule, Path):
+        return str(schedule)
+    raise UserError(f'schedule is {schedule!r}; give a name such as "1f1b", or the path of a CSV file')
+
+
 def check_forward(schedule: str, *, loss_fn: Any, loss_weight: Any, recompute: Any) -> None:
     """Raise UserError where `schedule` and what belongs to training alone contradict each other."""
     if not is_forward_only(schedule):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stagekit.errors import UserError
-from stagekit.plan.actions import COMPUTE, Op, to_csv
+from stagekit.plan.actions import COMPUTE, Action, Op, to_csv
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.costs import Costs
 from stagekit.plan.lowering import Lists, Routes, Window, lower, receive_window, routes_of
@@ -230,7 +230,7 @@ def make_plan(
         lists,
         extension,
         timeline,
-        _bit_equal(model, compile, replicas, compress, trains=trains),
+        _bit_equal(model, lists, compile, replicas, compress, trains=trains),
         costs,
         ahead,
         memory_limit,
@@ -238,7 +238,7 @@ def make_plan(
     )
 
 
-def _bit_equal(model: ModelSpec, compile: str, replicas: int, compress: str, *, trains: bool) -> str:
+def _bit_equal(model: ModelSpec, lists: Lists, compile: str, replicas: int, compress: str, *, trains: bool) -> str:
     """Say whether a step equals the unsplit model's bit for bit on CPU fp32, after the conditions measured to matter."""
     if trains and replicas > 1 and compress:
         return f"no (gradients are rounded to {compress} and summed over {replicas} replicas)"
@@ -261,4 +261,18 @@ def _bit_equal(model: ModelSpec, compile: str, replicas: int, compress: str, *, 
     fan_out = next((edge for edge in model.edges if len(edge.targets) > 1 and edge.tensor.requires_grad), None)
     if fan_out:
         return f"no ({fan_out.value} goes to {len(fan_out.targets)} stages)"
-    return "yes"
+    late = _out_of_order(lists)
+    return f"no ({late} adds to the gradients after a later chunk)" if late else "yes"
+
+
+def _out_of_order(lists: Lists) -> Action | None:
+    """Return the first action that adds a chunk's gradients to those of a later chunk; None: all add in chunk order."""
+    for halves in ((Op.B, Op.I), (Op.B, Op.W)):  # a weight that waits is added in W, any other in I
+        for row in lists:
+            last: dict[int, int] = {}
+            for action in row:
+                if action.op in halves:
+                    if action.chunk < last.get(action.stage, 0):
+                        return action
+                    last[action.stage] = action.chunk
+    return None

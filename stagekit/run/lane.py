@@ -153,6 +153,7 @@ class Lane:
         leaves: list[Any] = [None] * len(self._spec.inputs)
         try:
             leaves = self._flatten(args, kwargs)
+            target = self._as_on_the_first_step(target)
         except Exception as error:
             refusal = error
         executor = self._executor or self._prepare(leaves, target, refusal)
@@ -387,6 +388,18 @@ class Lane:
                 f"rank {self._placement.rank} passed {', '.join(missing)} on the first step but not on step {number}; "
                 "who passes what is agreed once: pass the same on every step"
             )
+
+    def _as_on_the_first_step(self, target: Any) -> Any:
+        """Return a target with the keys of its dicts in the first one's order. Raises UserError for another structure."""
+        if self._executor is None or target is None or self._given.target_tree is None:
+            return target
+        tree = pytree.treespec_loads(self._given.target_tree)
+        try:
+            return pytree.tree_unflatten(tree.flatten_up_to(target), tree)
+        except ValueError as error:
+            raise UserError(
+                f"the target is built otherwise than on the first step ({error}); pass the same keys and lengths on every step"
+            ) from error
 
     def _check_kinds(self, leaves: Sequence[Any], target: Any) -> None:
         """Refuse a target of other types than the first one's, and an input whose gradient would be torn apart."""

@@ -193,7 +193,7 @@ def test_recomputed_stages_with_batchnorm_train_as_the_plain_module():
     assert all(torch.equal(results[0].buffers[name], results[1].buffers[name]) for name in results[0].buffers)
 
 
-def test_the_plan_says_when_a_job_is_not_bit_equal_and_why():
+def test_the_plan_says_when_a_job_is_not_bit_equal_and_why(tmp_path):
     def build():
         return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
 
@@ -201,6 +201,12 @@ def test_the_plan_says_when_a_job_is_not_bit_equal_and_why():
     assert "draws random numbers" in stagekit.pipeline(build, **common).plan.bit_equal
     plain = stagekit.pipeline(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **common, replicas=2)
     assert plain.plan.bit_equal == "no (gradients are summed over 2 replicas)"
+    rows = ("0F0,0F1,0B1,0B0", "1F0,1F1,1B1,1B0")
+    (tmp_path / "reversed.csv").write_text("\n".join(rows) + "\n")
+    backwards = stagekit.pipeline(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **common, schedule=tmp_path / "reversed.csv"
+    )
+    assert backwards.plan.bit_equal == "no (0B0 adds to the gradients after a later chunk)"
 
 
 @pytest.mark.parametrize(
