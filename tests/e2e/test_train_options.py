@@ -2,6 +2,7 @@
 
 import json
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,8 @@ def test_sharded_stages_accumulate_batches_as_one_process_does_and_are_saved_who
         digests.setdefault(tuple(line["stages"]), []).append(line["digest"])
     assert [len(each) for each in digests.values()] == [2, 2]
     assert all(len(set(each)) == 1 for each in digests.values())
+    for name in ("piped_grad_sync_seconds", "piped_grad_sync_exposed_seconds"):  # once per step, not per batch
+        assert counted(cluster, ended.job_id, name) == {("0", None): 2 * STEPS, ("1", None): 2 * STEPS}
 
 
 def test_an_evaluation_of_sharded_stages_is_refused_before_the_first_step(cluster):
@@ -66,17 +69,16 @@ def test_an_evaluation_of_sharded_stages_is_refused_before_the_first_step(cluste
     assert cluster.api.get(job_id).progress.step == 0
 
 
-def durations_counted(cluster, job_id):
-    """Return how many chunks each stage is said to have computed, by phase, where any."""
-    found = {}
+def counted(cluster, job_id, name):
+    """Return how often a duration of each stage was observed, by stage and phase, over all nodes, where it was."""
+    found = Counter()
     for node in cluster.nodes:
         with urllib.request.urlopen(f"http://{node.endpoints['metrics']}/metrics", timeout=10) as response:
             text = response.read().decode()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                is_count = sample.name == "piped_chunk_duration_seconds_count" and sample.labels["job_id"] == job_id
-                if is_count and sample.value:
-                    found[sample.labels["stage"], sample.labels["phase"]] = sample.value
+                if sample.name == f"{name}_count" and sample.labels["job_id"] == job_id and sample.value:
+                    found[sample.labels["stage"], sample.labels.get("phase")] += sample.value
     return found
 
 
@@ -122,4 +124,5 @@ def test_fp16_equals_autocast_and_a_scaler_in_one_process_also_where_a_step_over
     assert [name for name, value in weights.items() if not torch.equal(value, state[name])] == []
     chunks = STEPS * 2 * CHUNKS
     phases = ("forward", "backward_input", "backward_weight")
-    assert durations_counted(cluster, ended.job_id) == {(stage, p): chunks for stage in "01" for p in phases}
+    expected = {(stage, phase): chunks for stage in "01" for phase in phases}
+    assert counted(cluster, ended.job_id, "piped_chunk_duration_seconds") == expected

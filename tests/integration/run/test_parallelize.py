@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import stagekit
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import StagekitError, UserError
 from stagekit.testing import spawn
@@ -58,15 +59,15 @@ def batch(number):
 
 
 @functools.cache
-def captured():
-    return capture_model(Model, (torch.zeros(2, WIDTH),))
+def captured(precision):
+    return capture_model(Model, (torch.zeros(2, WIDTH),), precision=precision)
 
 
-def pipeline(schedule, parallelize, **options):
+def pipeline(schedule, parallelize, precision="fp32", **options):
     per_rank = SCHEDULES[schedule]
     stages = 2 * per_rank
     return plan_pipeline(
-        captured(), loss_fn=loss, stages=stages, chunks=CHUNKS, schedule=schedule, stages_per_rank=per_rank,
+        captured(precision), loss_fn=loss, stages=stages, chunks=CHUNKS, schedule=schedule, stages_per_rank=per_rank,
         replicas=2, split=[f"layers.{8 * cut // stages}" for cut in range(1, stages)], measured=False,
         parallelize=parallelize, **options,
     )  # fmt: skip
@@ -124,8 +125,25 @@ def test_sharded_and_wrapped_stages_train_as_the_unsplit_model_and_survive_a_fai
             assert torch.equal(got[name], again[name]), (key, name)
 
 
+def scales(run, *, infinite_on):
+    """Return the scale after a step with one infinite gradient on that rank, and after the next; and whether weights moved."""
+    optimizer, scaler = torch.optim.SGD(run.parameters(), lr=0.1), stagekit.GradScaler(run)
+    found = []
+    for number in range(2):
+        before = run.state_dict()
+        step(run, number)
+        if number == 0 and run.groups.global_rank == infinite_on:
+            next(run.parameters()).grad.to_local().view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = any(not torch.equal(value, before[name]) for name, value in run.state_dict().items())
+        found.append((scaler.get_scale(), moved))
+    return found
+
+
 def odd(rank):
-    """A last chunk that weighs nothing on one replica; loading; what is refused."""
+    """A last chunk that weighs nothing on one replica; loading; an overflow in one shard; what is refused."""
     results = {}
     for kind in KINDS:
         run = pipeline("1f1b", KINDS[kind], loss_weight=valid_rows).deploy()
@@ -138,6 +156,8 @@ def odd(rank):
         results[kind] = {
             name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in run.named_parameters()
         }
+    run = pipeline("1f1b", sharded, "fp16").deploy()
+    results["fp16"] = scales(run, infinite_on=3)
     run = pipeline("1f1b", sharded).deploy()
     with pytest.raises(UserError, match="parallelize sharded them"):
         run.eval(half(batch(0)[0], run))
@@ -146,11 +166,12 @@ def odd(rank):
     return results
 
 
-def test_chunks_without_weight_are_left_out_and_other_wrappers_are_refused():
+def test_chunks_without_weight_are_left_out_overflows_skip_everywhere_and_other_wrappers_are_refused():
     ranks = spawn(odd, 4)
     model = Model()
     x, target = batch(0)
     loss(model(x)[:-2], target[:-2]).backward()
+    assert all(rank["fp16"] == [(32768.0, False), (32768.0, True)] for rank in ranks)
     for kind in KINDS:
         got = ranks[0][kind] | ranks[1][kind]
         for name, parameter in model.named_parameters():
