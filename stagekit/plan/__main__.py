@@ -17,7 +17,7 @@ from stagekit.plan.costs import Costs
 from stagekit.plan.lowering import Window
 from stagekit.plan.pictures import chrome_trace, gantt, svg
 from stagekit.plan.schedules import csv_file
-from stagekit.plan.schedules.registry import NAMES, SCHEDULES, is_file, table_for
+from stagekit.plan.schedules.registry import AUTOMATIC, NAMES, SCHEDULES, is_file, table_for
 from stagekit.plan.transports import Transport
 from stagekit.plan.trial import Trial, try_lists, try_schedule
 
@@ -61,6 +61,10 @@ def _generate(options: argparse.Namespace) -> Trial:
     schedule = options.schedule
     if not schedule or options.chunks is None or (options.ranks is None and not options.placement):
         raise ValueError("give --schedule, --ranks and --chunks, or --load FILE.csv")
+    if options.memory_limit is not None and schedule != AUTOMATIC:
+        raise ValueError(f"--memory-limit is for {AUTOMATIC}, which searches below it; {schedule} holds what it holds")
+    if options.placement and options.stages_per_rank is not None:
+        raise ValueError("--placement says how many stages each rank has; leave --stages-per-rank out")
     if options.placement:
         table = tuple(_integers("--placement", options.placement))
         if options.ranks not in (None, max(table) + 1):
@@ -88,10 +92,16 @@ def _generate(options: argparse.Namespace) -> Trial:
 def _load(options: argparse.Namespace) -> Trial:
     if not Path(options.load).is_file():
         raise ValueError(f"{options.load}: there is no such file")
+    for flag in ("placement", "stages_per_rank", "memory_limit"):
+        if getattr(options, flag) is not None:
+            raise ValueError(f"--{flag.replace('_', '-')} and --load: a file says itself what runs where; leave it out")
     try:
         lists = csv_file.load(options.load)
     except ScheduleError as error:
         raise _BadListsError(str(error)) from error
+    idle = next((rank for rank, row in enumerate(lists) if not any(action.op in COMPUTE for action in row)), None)
+    if idle is not None:
+        raise _BadListsError(f"{options.load} has nothing for rank {idle} to compute; each rank needs a stage")
     if options.ranks not in (None, len(lists)):
         raise ValueError(f"{options.load} has {len(lists)} ranks, but --ranks is {options.ranks}")
     try:

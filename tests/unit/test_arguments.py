@@ -53,7 +53,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {**UNBUILT, "split": stagekit.Balanced(speeds=(1.0,))},
         "speeds names 1 ranks, but 2 stages run on 2; give one number per rank",
     ),
-    "a misspelt schedule": ({**UNBUILT, "schedule": "1f2b"}, 'schedule "1f2b" is unknown; there are gpipe, 1f1b'),
+    "a misspelt schedule": (
+        {**UNBUILT, "schedule": "1f2b"},
+        'schedule "1f2b" is unknown \\(did you mean "1f1b"\\?\\); there are gpipe, 1f1b',
+    ),
     "a V of single stages": ({**UNBUILT, "schedule": "zb-v"}, "use stages_per_rank: 2"),
     "a spec by letter": ({"args_spec": ["x"]}, r"args_spec\[0\] is 'x'; give Split\(dim\), Replicate\(\) or None"),
     "a spec as text": ({"args_spec": "x"}, "args_spec is 'x'; give one spec per positional argument"),

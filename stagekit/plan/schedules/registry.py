@@ -5,6 +5,7 @@ One module per family beside this one; SCHEDULES names them. Called by stagekit.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -151,5 +152,7 @@ def compute_order(
     if schedule == AUTOMATIC:
         return automatic.orders(stage_ranks, num_ranks, num_chunks, costs or Costs.unit(len(stage_ranks)), memory_limit)
     if schedule not in SCHEDULES:
-        raise ScheduleError(f'schedule "{schedule}" is unknown; there are {", ".join(NAMES)}, or a .csv file')
+        near = difflib.get_close_matches(schedule.lower(), NAMES, n=1)
+        hint = f' (did you mean "{near[0]}"?)' if near else ""
+        raise ScheduleError(f'schedule "{schedule}" is unknown{hint}; there are {", ".join(NAMES)}, or a .csv file')
     return SCHEDULES[schedule].orders(stage_ranks, num_ranks, num_chunks)

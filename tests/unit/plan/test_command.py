@@ -75,6 +75,15 @@ def test_what_csv_writes_load_reads_and_costs_the_same(run, tmp_path):
     assert len(from_csv(text)) == 2
 
 
+def test_a_file_says_itself_what_runs_where_and_leaves_no_rank_idle(run, tmp_path):
+    (tmp_path / "idle.csv").write_text("0F0,0B0\n,,\n")
+    status, _, err = run("--load", tmp_path / "idle.csv")
+    assert status == 1 and "nothing for rank 1 to compute" in err
+    for flag in ("--placement 1,0", "--stages-per-rank 7", "--memory-limit 1"):
+        status, _, err = run(f"{flag} --load", tmp_path / "idle.csv")
+        assert status != 0 and "a file says itself what runs where" in err
+
+
 def test_pictures_are_written_to_files(run, tmp_path):
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.svg"
     status, out, _ = run("--schedule gpipe --ranks 2 --chunks 2 --chrome-trace", trace, "--svg", picture)
@@ -124,6 +133,9 @@ def test_a_deadlock_exits_1_and_the_document_holds_the_cycle(run, tmp_path):
         ("", "give --schedule, --ranks and --chunks, or --load FILE.csv"),
         ("--schedule gpipe --chunks 2", "give --schedule, --ranks and --chunks"),
         ("--schedule zigzag --ranks 2 --chunks 2", '"zigzag" is unknown; there are gpipe'),
+        ("--schedule 1F1B --ranks 2 --chunks 2", 'did you mean "1f1b"?'),
+        ("--schedule 1f1b --ranks 4 --chunks 8 --memory-limit 2", "--memory-limit is for zb-auto"),
+        ("--schedule gpipe --placement 0,1 --chunks 2 --stages-per-rank 5", "leave --stages-per-rank out"),
         ("--schedule dualpipe-v --ranks 4 --chunks 5", "use at least 8, or zb-v"),
         ("--schedule 1f1b --ranks 2 --chunks 2 --stages-per-rank 2", "use gpipe, bfs or interleaved"),
         ("--schedule zb-v --ranks 2 --chunks 2 --stages-per-rank 1", "use stages_per_rank: 2"),
