@@ -26,7 +26,7 @@ def bind(wiring: Wiring, index: int) -> Callable[[], None]:
     stage, chunk, peer = action.stage, action.chunk, action.peer
     match action.op:
         case Op.F:
-            return bind_forward(wiring, index, stage, chunk)
+            return _entered(wiring, index, bind_forward(wiring, index, stage, chunk))
         case Op.B | Op.I:
             return bind_backward(wiring, index, action.op, stage, chunk)
         case Op.W:
@@ -55,10 +55,27 @@ def bind_drained(wiring: Wiring, index: int) -> Callable[[], None] | None:
     stage, chunk = action.stage, action.chunk
     match action.op:
         case Op.F:
-            return drained_forward(wiring, index, stage, chunk)
+            return _entered(wiring, index, drained_forward(wiring, index, stage, chunk))
         case Op.B | Op.I:
             is_last = completes(wiring, index)
             return drained_backward(wiring, index, action.op, stage, chunk, is_last=is_last)
         case Op.W:
             return drained_weights(wiring, stage, chunk, is_last=completes(wiring, index))
     return None
+
+
+def _entered(wiring: Wiring, index: int, forward: Callable[[], None]) -> Callable[[], None]:
+    """Return `forward`; if it is its stage's first of a step that trains, after what replicas exchange before it."""
+    actions = wiring.recorder.actions
+    stage = actions[index].stage
+    enter = wiring.reductions.entering(stage)
+    of_stage = [(each.op, i) for i, each in enumerate(actions) if each.stage == stage]
+    trains = any(op in (Op.B, Op.I) for op, _ in of_stage)
+    if enter is None or not trains or index != min(i for op, i in of_stage if op is Op.F):
+        return forward
+
+    def first() -> None:
+        enter()
+        forward()
+
+    return first

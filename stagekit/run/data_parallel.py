@@ -30,6 +30,10 @@ class Reducer(Protocol):
 
     recorder: Recorder | None
 
+    def begin(self) -> None:
+        """A step begins: keep what earlier ones left anywhere but in the parameters' gradients, in case it fails."""
+        ...
+
     def arm(self) -> None:
         """The next backward is the stage's last of the step."""
         ...
@@ -51,16 +55,38 @@ class Reducer(Protocol):
         ...
 
     def drop(self) -> None:
-        """Forget what a failed step left anywhere but in the parameters' gradients."""
+        """Forget what a failed step left anywhere but in the parameters' gradients: there it is as `begin` found it."""
         ...
 
 
 class Unhalved:
-    """A reducer of a stage whose backward is never halved, all done once the last one is over."""
+    """A reducer of a stage whose backward is never halved, all done once the last one is over.
+
+    Its replicas exchange something before a step's first forward too: at that place of the list on every rank, also where
+    that forward is not computed (Note [Order] in stagekit.run.wrapped).
+    """
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
+        self._has_entered = False
         self.recorder: Recorder | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._has_entered = False
+
+    def enter(self) -> None:
+        """Exchange, unless this step did, what the stage's forwards need."""
+        if self._has_entered:
+            return
+        self._has_entered = True
+        try:
+            self._gather()
+        except RuntimeError as error:
+            raise PeerError(f"before the first forward of stage {self._stage}: {error}") from error
+
+    def _gather(self) -> None:
+        """Nothing to exchange."""
 
     def note(self, started_ns: int) -> None:
         """Record a sum that began then and is over."""
@@ -117,6 +143,9 @@ class BucketReducer:
                 self._launch_complete()
 
         return ready
+
+    def begin(self) -> None:
+        """All that earlier steps left is in the parameters' gradients."""
 
     def arm(self) -> None:
         """The next backward is this stage's last of the step."""
@@ -264,6 +293,8 @@ class GradientSums:
 
         Raises UserError where what is summed and what is not would end in one gradient.
         """
+        for reducer in self._reducers.values():
+            reducer.begin()
         held = [parameter.grad for parameter in self._parameters]
         if self._sets_aside:
             self._earlier = held
@@ -297,6 +328,11 @@ class GradientSums:
                     parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
         self._is_due = self._sums and not self._now
         self._earlier = []
+
+    def entering(self, stage: int) -> Callable[[], None] | None:
+        """Return what every rank calls before a step's first forward of `stage`, computed or not; None: nothing."""
+        reducer = self._reducers.get(stage)
+        return reducer.enter if isinstance(reducer, Unhalved) else None
 
     def arm(self, stage: int) -> None:
         """The next backward of `stage` is its last."""

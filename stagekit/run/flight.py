@@ -27,6 +27,10 @@ Sent = tuple[tuple[Work, Tensor], ...]
 class Reductions(Protocol):
     """What the executor asks of data parallelism and ties (stagekit.run.data_parallel)."""
 
+    def entering(self, stage: int) -> Callable[[], None] | None:
+        """Return what every rank calls before a step's first forward of `stage`, computed or not; None: nothing."""
+        ...
+
     def arm(self, stage: int) -> None:
         """The next backward of `stage` is its last of this step: launch a bucket when its gradients are complete."""
         ...

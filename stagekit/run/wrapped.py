@@ -4,6 +4,10 @@ Both expect one backward per step; a pipeline has one per chunk. So nothing is s
 FSDP2 gathers its parameters once per step, and the step's gradients are summed over replicas, not averaged: losses are
 weighted over all replicas already. Such a stage computes all of its backward in B or I: weights that wait are unknown
 to both. Called by stagekit.run.runtime.
+
+Note [Order]: in torch the collectives of a forward come with its call, so a replica whose forward fails before that, or is
+not computed after an error elsewhere, would leave the others in theirs, and those of all stages wait for each other. So
+what a forward would exchange is exchanged before a step's first one, at its place of the list, by every rank.
 """
 
 from __future__ import annotations
@@ -69,6 +73,7 @@ class ShardedReducer(Unhalved):
     def __init__(self, stage: int, module: FSDPModule) -> None:
         super().__init__(stage)
         self._module = module
+        self._earlier: dict[Any, tuple[Tensor | None, Tensor | None]] = {}  # by FSDPParam, what is not summed yet
         self._keep(gathered=True)
 
     def _keep(self, *, gathered: bool) -> None:
@@ -84,12 +89,29 @@ class ShardedReducer(Unhalved):
     def _state(self) -> Any:
         return self._module._get_fsdp_state()
 
+    def _whole(self) -> Iterator[Any]:
+        """Yield the parameters that were gathered once: steps without synchronisation leave their gradients there."""
+        for group in self._groups():
+            yield from (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
+
+    def begin(self) -> None:
+        """Keep the gradients that earlier steps did not sum."""
+        super().begin()
+        self._earlier = {
+            each: (_copied(each.unsharded_param.grad), _copied(each.unsharded_accumulated_grad))
+            for each in self._whole()
+        }
+
+    def _gather(self) -> None:
+        """Gather the parameters, those of nested `fully_shard` too: in one order, whatever ran before."""
+        self._state()._lazy_init()
+        for group in self._groups():
+            group.unshard()
+            group.wait_for_unshard()
+
     def launch_rest(self) -> None:
         """Sum the step's gradients into the shards."""
         started = monotonic_ns()
-        for group in self._groups():
-            group.unshard()  # no forward may have run here, while other replicas wait for this one
-            group.wait_for_unshard()
         self._keep(gathered=False)
         for group in self._groups():
             group.post_backward()
@@ -100,14 +122,18 @@ class ShardedReducer(Unhalved):
             self.recorder.reduce_wait_ns[self._stage] = monotonic_ns() - started  # nothing is computed meanwhile
 
     def drop(self) -> None:
-        """Forget the gradients of a step that failed."""
+        """Forget the gradients of a step that failed, and shard again."""
+        for each in self._whole():
+            each.unsharded_param.grad, each.unsharded_accumulated_grad = self._earlier.get(each, (None, None))
+        self._earlier = {}
         for group in self._groups():
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter.unsharded_param.grad = None
-                parameter.unsharded_accumulated_grad = None
+            group._training_state = type(group._training_state).IDLE  # it may have failed within a forward
             group.reshard()
         self._state()._state_ctx.iter_forward_root = None
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clone()
 
 
 class WrappedReducer(Unhalved):
@@ -126,6 +152,16 @@ class WrappedReducer(Unhalved):
     def _seen(self, parameter: Tensor) -> None:
         if self._is_armed:
             self._missing.discard(parameter)
+
+    def _gather(self) -> None:
+        """Take the first replica's buffers, and agree on torch's buckets once it has seen a backward."""
+        module = self._module
+        if module.reducer._rebuild_buckets():
+            module._has_rebuilt_buckets = True
+        module.require_forward_param_sync = True
+        if module._check_sync_bufs_pre_fwd():
+            module._sync_buffers()
+        module.require_forward_param_sync = False  # not once more for every chunk
 
     def arm(self) -> None:
         """The next backward is the stage's last of the step."""
