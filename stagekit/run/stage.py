@@ -7,14 +7,14 @@ Called by the executor only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from stagekit.plan.contract import Edge, StageSpec, ValueRef
+from stagekit.plan.contract import Edge, InputRef, StageSpec, ValueRef
 
 
 class StageModule(Protocol):
@@ -47,8 +47,9 @@ class DefersWeights(Protocol):
 
 # What a chunk keeps between its forward and its backward: the arguments (received values as leaves), the outputs
 # (with their graph; none when recomputing), the seed base, when recomputing the written states as its forward found
-# them, and the weights whose gradient can wait. A tuple: a class costs a call per chunk.
-SavedChunk = tuple[list[Any], tuple[Tensor, ...] | None, int, tuple[Tensor, ...], Sequence[Deferred]]
+# them, the weights whose gradient can wait, and where the stage's graph ends if any can. A tuple: a class costs a call
+# per chunk.
+SavedChunk = tuple[list[Any], tuple[Tensor, ...] | None, int, tuple[Tensor, ...], Sequence[Deferred], tuple[Any, ...]]
 
 _ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 
@@ -64,20 +65,28 @@ def run_backward(roots: tuple[Tensor, ...], gradients: tuple[Tensor, ...], wante
         _ENGINE.run_backward(roots, gradients, False, False, wanted, allow_unreachable=True, accumulate_grad=True)
 
 
-def _other_leaves(root: Tensor, known: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the leaves that a backward from `root` reaches beside `known`."""
-    seen, todo = {id(leaf) for leaf in known}, [root.grad_fn]
-    nodes = set[Any]()
-    while todo:
-        node = todo.pop()
-        if node is None or node in nodes:
-            continue
-        nodes.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and id(leaf) not in seen:
-            seen.add(id(leaf))
-            yield leaf
-        todo += [following for following, _ in node.next_functions]
+def _leaves_of(root: Tensor, ends: Collection[Any] = ()) -> tuple[Tensor, ...]:
+    """Return the leaves that a backward from `root` reaches, not going through the nodes `ends`.
+
+    Few calls for a graph of few nodes, see Note [Calls] in stagekit.run.binding.
+    """
+    if root.grad_fn is None:
+        return (root,)
+    leaves: tuple[Tensor, ...] = ()
+    seen: set[Any] = {None, *ends}
+    if root.grad_fn in seen:
+        return leaves
+    todo: list[Any] = [root.grad_fn]
+    for node in todo:  # which grows meanwhile
+        for following, _ in node.next_functions:
+            if following in seen:
+                continue
+            seen.add(following)
+            if following.next_functions:
+                todo += (following,)
+            elif isinstance(leaf := getattr(following, "variable", None), Tensor):
+                leaves += (leaf,)
+    return leaves
 
 
 def written_states(module: nn.Module) -> list[Tensor]:
@@ -128,6 +137,7 @@ class StageRunner:
             for position, ref in enumerate(spec.inputs)
             if isinstance(ref, ValueRef) and edges[ref.value].tensor.requires_grad
         )
+        self._input_positions = tuple(p for p, ref in enumerate(spec.inputs) if isinstance(ref, InputRef))
         self._recompute = recompute
         self._saved: dict[int, SavedChunk] = {}
         self._waiting: dict[int, Sequence[Deferred]] = {}  # by chunk, between the two halves of its backward
@@ -135,8 +145,7 @@ class StageRunner:
         if defer_weights and self._leaf_positions and isinstance(module, DefersWeights):
             module.defer_weights()
             self._take_deferred = module.take_deferred
-        self._leaves_of_loss: tuple[Tensor, ...] | None = None  # what the loss function trains of its own, once seen
-        self._trained = tuple(p for p in module.parameters() if p.requires_grad)
+        self._parameters = tuple((id(p), p) for p in module.parameters())
         self.num_chunks_held = self.peak_chunks = 0  # chunks between their forward and their backward
 
     def forward(self, chunk: int, arguments: list[Any], seed_base: int, train: bool) -> tuple[Tensor, ...]:
@@ -151,11 +160,16 @@ class StageRunner:
             found = tuple(state.detach().clone() for state in reread_states(self.module))
             with torch.no_grad():
                 outputs = self._call(*arguments)
-            self._saved[chunk] = (arguments, None, seed_base, found, ())
+            self._saved[chunk] = (arguments, None, seed_base, found, (), ())
         else:
             outputs = self._call(*arguments)
-            deferred = () if self._take_deferred is None else self._take_deferred()
-            self._saved[chunk] = (arguments, outputs, seed_base, (), deferred)
+            deferred: Sequence[Deferred] = ()
+            ends: tuple[Any, ...] = ()
+            if self._take_deferred is not None:
+                deferred = self._take_deferred()
+                for output in outputs:
+                    ends += (output.grad_fn,)  # now: the loss function may write into it
+            self._saved[chunk] = (arguments, outputs, seed_base, (), deferred, ends)
         self.num_chunks_held += 1
         if self.num_chunks_held > self.peak_chunks:
             self.peak_chunks = self.num_chunks_held
@@ -166,7 +180,7 @@ class StageRunner:
 
         `gradients` are those of the outputs in the spec's order; None means zero.
         """
-        arguments, outputs, seed_base, found, _ = self._saved[chunk]
+        arguments, outputs, seed_base, found, _, _ = self._saved[chunk]
         del self._saved[chunk]
         self.num_chunks_held -= 1
         if outputs is not None:
@@ -180,7 +194,7 @@ class StageRunner:
 
     def input_gradient(self, chunk: int, gradients: Sequence[Tensor | None]) -> list[Any]:
         """Like `backward`, but leave for `weight_gradient` what can wait."""
-        arguments, outputs, seed_base, found, deferred = self._saved[chunk]
+        arguments, outputs, seed_base, found, deferred, _ = self._saved[chunk]
         del self._saved[chunk]
         if outputs is not None:
             self._run_backward(outputs, gradients, self._wanted(arguments, deferred))
@@ -204,13 +218,21 @@ class StageRunner:
         self.num_chunks_held -= 1
 
     def _wanted(self, arguments: Sequence[Any], deferred: Sequence[Deferred]) -> tuple[Any, ...]:
-        """Return what the first half of a backward is for; nothing (all leaves) where it is the whole."""
+        """Return what the first half of a backward is for; nothing (all leaves) where it is the whole.
+
+        Asked anew for every chunk: a caller may freeze a parameter, and pass an input that requires grad, at any step.
+        """
         if not deferred:
             return ()
         waits = {id(each.parameter) for each in deferred}
-        leaves = [arguments[position] for position in self._leaf_positions]
-        rest = [parameter for parameter in self._trained if id(parameter) not in waits]
-        return (*leaves, *rest, *(each.edge for each in deferred))
+        wanted = [arguments[position] for position in self._leaf_positions]
+        wanted += [parameter for key, parameter in self._parameters if parameter.requires_grad and key not in waits]
+        wanted += [each.edge for each in deferred]
+        for position in self._input_positions:
+            argument = arguments[position]
+            if isinstance(argument, Tensor) and argument.requires_grad:
+                wanted += _leaves_of(argument)
+        return tuple(wanted)
 
     def _run_backward(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], wanted: tuple[Any, ...]
@@ -235,15 +257,15 @@ class StageRunner:
 
     def input_gradient_from(self, chunk: int, root: Tensor, gradient: Tensor | None) -> list[Any]:
         """Like `input_gradient`, from the loss; None: this chunk weighs nothing."""
-        arguments, _, _, _, deferred = self._saved[chunk]
+        arguments, _, _, _, deferred, ends = self._saved[chunk]
         del self._saved[chunk]
         if gradient is not None and root.requires_grad:
+            own = _leaves_of(root, ends) if deferred else ()  # of the loss function: parameters, another one each step
+            if own:
+                read = {id(leaf) for leaf in own}  # a weight of the stage that it reads does not wait
+                deferred = [each for each in deferred if id(each.parameter) not in read]
             wanted = self._wanted(arguments, deferred)
-            if wanted:
-                if self._leaves_of_loss is None:
-                    self._leaves_of_loss = tuple(_other_leaves(root, [*wanted, *self._trained]))
-                wanted += self._leaves_of_loss
-            run_backward((root,), (gradient,), wanted)
+            run_backward((root,), (gradient,), wanted and (*wanted, *own))
         self._waiting[chunk] = deferred
         return self._gradients(arguments)
 

@@ -66,11 +66,11 @@ class DeferredLog:
     def noter(self, rule: Rule, dims: int) -> Callable[[Tensor, nn.Parameter, Tensor], None]:
         """Return what a stage's graph calls after an operation, with its input, weight of `dims` dimensions and output.
 
-        What the rule is not for does not wait, see `waits`.
+        What the rule is not for does not wait, see `waits`; nor does a weight that its owner froze since the capture.
         """
 
         def note(x: Tensor, weight: nn.Parameter, y: Tensor) -> None:
-            if y.requires_grad and waits(x, weight, dims):
+            if y.requires_grad and weight.requires_grad and waits(x, weight, dims):
                 self._noted.append(Deferred(rule, x.detach(), weight, y))
 
         return note
