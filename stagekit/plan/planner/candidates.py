@@ -74,10 +74,15 @@ class Wish:
         """
         for schedule in self.schedules:
             for per_rank in self.stages_per_rank:
-                if len(self.schedules) > 1 and not is_worth_trying(schedule, per_rank, self.ranks):
+                if len(self.schedules) > 1 and not self._is_worth_trying(schedule, per_rank):
                     continue
                 for chunks in self.chunks:
                     yield Candidate(schedule, per_rank, chunks)
+
+    def _is_worth_trying(self, schedule: str, per_rank: int) -> bool:
+        if self.ranks == 1:  # nothing is gained by any
+            return schedule == "1f1b" and per_rank == min(self.stages_per_rank)
+        return is_worth_trying(schedule, per_rank, self.ranks)
 
     def searched(self, fastest: Sequence[Candidate]) -> Iterator[Candidate]:
         """Yield zb-auto where the fastest of the others are: a search takes as long as all of them."""
@@ -105,12 +110,10 @@ def is_v_shaped(schedule: str) -> bool:
 @cache
 def is_worth_trying(schedule: str, stages_per_rank: int, ranks: int) -> bool:
     """Say whether a schedule takes so many stages per rank, and is not another one under a second name: with a stage per
-    rank bfs is gpipe, and interleaved 1f1b; with several bfs is gpipe too; on one rank nothing is gained by any.
+    rank bfs is gpipe, and interleaved 1f1b; with several bfs is gpipe too. `ranks` are at least 2.
     """
     if schedule in (AUTOMATIC, "bfs") or (stages_per_rank == 1 and schedule == "interleaved"):
         return False
-    if ranks == 1:
-        return schedule == "1f1b" and stages_per_rank == 1
     try:
         compute_order(schedule, table_for(schedule, 2 * stages_per_rank, 2), 2, 4)
     except ScheduleError:

@@ -140,18 +140,21 @@ def bytes_of(
     return tuple(most)
 
 
-def bound_of(chain: Chain, chunks: int, setting: Setting) -> float:
+def bound_of(chain: Chain, chunks: int, setting: Setting, *, trains: bool = True) -> float:
     """Return seconds that no plan of `chunks` chunks on these ranks can beat, whatever its cut and schedule.
 
     The mean work of a rank; the largest piece that no cut parts, all chunks of it; one chunk's way through all forwards
-    and back, with the hops. Where an operation's halves cost less than its whole backward, they count.
+    and back, with the hops. Where an operation's halves cost less than its whole backward, they count. `trains`: False
+    where plans have forwards alone.
     """
-    link, fastest = setting.link, max(setting.speeds)
-    least = [min(b, i + w) for b, i, w in zip(chain.backward, chain.input_grad, chain.weight_grad, strict=True)]
+    link, fastest, ways = setting.link, max(setting.speeds), 2 if trains else 1
+    least = [
+        trains * min(b, i + w) for b, i, w in zip(chain.backward, chain.input_grad, chain.weight_grad, strict=True)
+    ]
     work = [0.0, *accumulate(f + b for f, b in zip(chain.forward, least, strict=True))]
     bounds = [0, *chain.legal, len(chain.forward)]
     per_chunk = max(b - a for a, b in pairwise(work[bound] for bound in bounds)) / fastest
-    if setting.recompute:  # all but the last stage run their forwards twice, wherever that one begins
+    if setting.recompute and trains:  # all but the last stage run their forwards twice, wherever that one begins
         per_chunk = max(
             per_chunk,
             min(
@@ -162,7 +165,7 @@ def bound_of(chain: Chain, chunks: int, setting: Setting) -> float:
     else:
         per_chunk = max(per_chunk, work[-1] / sum(setting.speeds))
     crossing = min((chain.crossing_bytes[cut] for cut in chain.legal), default=0.0)
-    early = sum(map(min, chain.backward, chain.input_grad))
-    way = (sum(chain.forward) + early) / fastest + 2 * setting.ranks * link.action_s
-    way += 2 * (setting.ranks - 1) * link.hop_s(crossing)
-    return max(chunks * (per_chunk + 2 * link.action_s), way)
+    early = sum(map(min, chain.backward, chain.input_grad)) if trains else 0.0
+    way = (sum(chain.forward) + early) / fastest + ways * setting.ranks * link.action_s
+    way += ways * (setting.ranks - 1) * link.hop_s(crossing)
+    return max(chunks * (per_chunk + ways * link.action_s), way)

@@ -20,7 +20,7 @@ from stagekit.plan.plan import Plan
 from stagekit.plan.planner.candidates import Candidate, Outcome, Wish
 from stagekit.plan.planner.chain import Chain, Setting, bound_of, bytes_of, costs_of
 from stagekit.plan.planner.tune import Budget, tuned
-from stagekit.plan.schedules.registry import AUTOMATIC, compute_order, table_for
+from stagekit.plan.schedules.registry import AUTOMATIC, compute_order, is_forward_only, table_for
 from stagekit.plan.schedules.tables import Orders
 from stagekit.plan.timeline import peak_held
 from stagekit.plan.transports import Transport
@@ -85,7 +85,8 @@ def rank_plans(
     alike = [each for each in finals if each.step_s <= fastest * (1 + ALIKE)]
     winner = min(alike, key=_modesty)
     others = sorted((each for each in finals if each is not winner), key=lambda each: each.step_s)
-    bound = min(bound_of(chains[chunks], chunks, setting) for chunks in wish.chunks)
+    trains = not all(map(is_forward_only, wish.schedules))
+    bound = min(bound_of(chains[chunks], chunks, setting, trains=trains) for chunks in wish.chunks)
     return Ranking((winner, *others, *able[FINALISTS:]), tuple(refused), bound)
 
 

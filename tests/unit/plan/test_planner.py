@@ -222,3 +222,14 @@ def test_a_cut_that_more_values_cross_is_only_taken_for_more_than_they_cost():
     assert ranked(
         replace(made, crossing_s=(0.0, 0.4, 0.4, 0.4, 9.0, 0.4, 0.4, 0.4)), 2, schedules=("1f1b",)
     ).winner.begins != (0, 4)
+
+
+def test_several_stages_on_one_rank_are_planned_when_the_schedule_is_left_open():
+    best = ranked(chain([1.0] * 4), 1, schedules=schedules_for("auto"), per_rank=(2,)).winner
+    assert (best.candidate.schedule, best.candidate.stages_per_rank, len(best.begins)) == ("1f1b", 2, 2)
+
+
+def test_no_plan_of_forwards_alone_is_faster_than_its_bound():
+    link = Link(latency_s=0.01, bytes_per_s=1e30, action_s=0.001)
+    ranking = ranked(chain([1.0] * 6, crossing_bytes=1.0), 3, schedules=("forward",), per_rank=(1, 2), link=link)
+    assert all(0.0 <= ranking.gap(each) < 2.0 for each in ranking.best)
