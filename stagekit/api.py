@@ -163,7 +163,9 @@ class Pipeline:
         if decided == mine[0] or graph_hash != mine[1]:
             return  # the same; or another model, which the first step refuses with every rank's number
         plan, decision = self.plan, Decision.from_json(decided)
-        made = repeated(self.cut.captured, decision, buckets=self.cut.buckets, known=self.cut)
+        made = repeated(
+            self.cut.captured, decision, buckets=self.cut.buckets, own_schedule=plan.schedule, known=self.cut
+        )
         self.ranking = None  # of what this rank would have chosen
         self._set_cut(made.cut, made.plan(**_options_of(plan)))
 

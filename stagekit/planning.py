@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from stagekit.plan.plan import Plan, check_counts, check_per_rank, make_plan
 from stagekit.plan.planner.candidates import AUTO, Wish, chunk_counts, schedules_for, stages_per_rank_up_to
 from stagekit.plan.planner.chain import Chain, Setting, bound_of
 from stagekit.plan.planner.search import Begins, Ranking, priced_plan, rank_plans
-from stagekit.plan.schedules.registry import ranks_for
+from stagekit.plan.schedules.registry import is_file, ranks_for
 from stagekit.plan.split import Balanced, Usage, parse_split
 
 _RATIOS_ONLY = Link(0.0, float("inf"), 0.0)  # counted costs say nothing of seconds
@@ -153,7 +154,7 @@ def cut_for(
     UserError.
     """
     if decided is not None:
-        return repeated(captured, decided, buckets=buckets)
+        return repeated(captured, decided, buckets=buckets, own_schedule=question.schedule)
     if question.open_on is not None and at_nodes is None and (measured or not question.is_given):
         try:
             return _chosen(captured, question, buckets=buckets, measured=measured)
@@ -178,14 +179,31 @@ def _chosen(captured: Captured, question: Question, *, buckets: BucketRule | Non
     return Made(cut, won.schedule, won.chunks, won.stages_per_rank, memory_limit=won.memory_limit, ranking=ranking)
 
 
-def repeated(captured: Captured, decided: Decision, *, buckets: BucketRule | None, known: Cut | None = None) -> Made:
-    """Cut `captured` as another rank decided, measuring nothing; `known` is a cut of it that may be the same."""
-    nodes = decided.first_nodes
+def repeated(
+    captured: Captured,
+    decided: Decision,
+    *,
+    buckets: BucketRule | None,
+    own_schedule: str,
+    known: Cut | None = None,
+) -> Made:
+    """Cut `captured` as another rank decided, measuring nothing; `known` is a cut of it that may be the same.
+
+    A schedule that is a file is this rank's own, `own_schedule`; other lists in it make another plan, which the ranks
+    compare. Raises UserError where this rank was given another name.
+    """
+    nodes, schedule = decided.first_nodes, decided.schedule
+    if is_file(schedule):
+        if Path(own_schedule).name != schedule:
+            raise UserError(
+                f"rank 0 runs the schedule file {schedule}, this rank was given {own_schedule}; pass the same file on every rank"
+            )
+        schedule = own_schedule
     if known is None or tuple(stage.first_node for stage in known.spec.stages) != nodes:
         known = captured.cut("balanced", len(nodes), buckets=buckets, at_nodes=nodes)
     return Made(
         known,
-        decided.schedule,
+        schedule,
         decided.num_chunks,
         decided.stages_per_rank,
         decided.costs,
@@ -234,9 +252,9 @@ def compared(captured: Captured, question: Question, plan: Plan) -> Ranking:
     begins = (0, *(position for position in positions[1:] if position is not None))
     chosen = priced_plan(subject.chains[plan.num_chunks], plan, begins, subject.setting)
     per_rank = stages_per_rank_up_to(subject.num_cuts, ranks)
-    cuts = None if _is_balanced(question.split) else _cuts(captured, subject.layout, question, ranks, per_rank)
     wish = Wish(ranks, schedules_for(AUTO), per_rank, (plan.num_chunks,))
     try:
+        cuts = None if _is_balanced(question.split) else _cuts(captured, subject.layout, question, ranks, per_rank)
         others = rank_plans(subject.chains, wish, subject.setting, cuts=cuts)
     except SplitError:
         return Ranking((chosen,), (), bound_of(subject.chains[plan.num_chunks], plan.num_chunks, subject.setting))

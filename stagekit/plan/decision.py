@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`first_nodes` is the cut; `costs` are those that lists are made from and predictions with."""
+    """`first_nodes` is the cut; `costs` are those that lists are made from and predictions with.
+
+    `schedule` is a name; of a file its last part, since every rank has the file in a folder of its own.
+    """
 
     schedule: str
     num_chunks: int
@@ -51,5 +54,5 @@ def decision_of(plan: Plan) -> Decision:
     """Return what `plan` decided."""
     nodes = tuple(stage.first_node for stage in plan.model.stages)
     return Decision(
-        plan.schedule, plan.num_chunks, plan.stages_per_rank, nodes, plan.costs, plan.window, plan.memory_limit
+        plan.schedule_name, plan.num_chunks, plan.stages_per_rank, nodes, plan.costs, plan.window, plan.memory_limit
     )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from stagekit.api import plan_pipeline
 from stagekit.errors import ScheduleError, SplitError, UserError
 from stagekit.graph.capture.capture import Captured, capture
+from stagekit.plan.decision import Decision, decision_of
+from stagekit.plan.plan import Plan
 from stagekit.plan.split import Balanced
-from stagekit.planning import Question, answer, at_chunks, chunks_to_compare, cut_for, open_ranks
+from stagekit.planning import Question, answer, at_chunks, chunks_to_compare, compared, cut_for, open_ranks
 
 
 class Model(nn.Module):
@@ -117,3 +122,38 @@ def test_a_schedule_that_can_not_run_the_numbers_is_refused_as_before() -> None:
         )
     with pytest.raises(SplitError, match=r"^40 stages need 39 cuts, but the model has only 11 legal ones"):
         cut_for(captured(), Question("balanced", 40, None, "interleaved", 2, 8), buckets=None)
+
+
+@pytest.mark.parametrize(
+    ("per_rank", "split"), [([2, 1], ["blocks.2", "blocks.4"]), (5, [f"blocks.{i}" for i in range(1, 5)])]
+)
+def test_a_plan_whose_module_paths_make_its_own_number_of_stages_alone_is_compared_with_what_else_can_be(
+    per_rank: Any, split: list[str]
+) -> None:
+    stages = len(split) + 1
+    pipe = plan_pipeline(
+        captured(), loss_fn=F.mse_loss, stages=stages, chunks=4, split=split, stages_per_rank=per_rank, schedule="gpipe",
+        measured=False,
+    )  # fmt: skip
+    ranking = compared(captured(), Question(split, stages, None, chunks=4), pipe.plan)
+    assert ranking.winner.candidate.schedule == "gpipe"
+
+
+def test_a_schedule_file_is_each_ranks_own_and_another_one_is_told_apart(tmp_path: Path) -> None:
+    for folder, first in (("there", "0F0,0F1,0B0,0B1"), ("here", "0F0,0F1,0B0,0B1"), ("other", "0F0,0B0,0F1,0B1")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.csv").write_text(f"{first}\n1F0,1B0,1F1,1B1\n")
+
+    def planned(folder: str, decided: Decision | None = None, name: str = "mine.csv") -> Plan:
+        file = str(tmp_path / folder / name)
+        return plan_pipeline(
+            captured(), loss_fn=F.mse_loss, stages=2, chunks=2, schedule=file, measured=False, decided=decided
+        ).plan
+
+    plan = planned("there")
+    decided = Decision.from_json(decision_of(plan).to_json())
+    (tmp_path / "there" / "mine.csv").unlink()
+    told = {folder: planned(folder, decided).fingerprint for folder in ("here", "other")}
+    assert told["here"] == plan.fingerprint != told["other"]
+    with pytest.raises(UserError, match=r"rank 0 runs the schedule file mine.csv, this rank was given .*yours.csv"):
+        planned("here", decided, "yours.csv")
