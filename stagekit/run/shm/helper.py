@@ -82,6 +82,7 @@ class Helper:
         self._forget = forget
         self._memory, self._bell_fd, self._bell, self._links = memory, bell_fd, bell, links
         self._owner, self._is_over = os.getpid(), False
+        self._is_closed_within = False  # by the garbage collector, in the helper's own thread
         self._thread = threading.Thread(target=self._run, name="stagekit shared memory", daemon=True)
         self._thread.start()
 
@@ -92,6 +93,8 @@ class Helper:
             log.exception("the helper of shared memory failed")
             for link in self._links.values():
                 link.fail(f"its helper failed: {type(error).__name__}: {error}")
+        if self._is_closed_within:
+            self._give_back()
 
     def _serve(self) -> None:
         poll = select.poll()
@@ -113,13 +116,21 @@ class Helper:
                 link.inbox.help()
 
     def close(self) -> None:
-        """Tell the peers, end the thread, give memory and descriptors back. Does nothing in a forked child."""
+        """Tell the peers, end the thread, give memory and descriptors back. Does nothing in a forked child.
+
+        In the thread itself, in whatever it does just then, it only asks for that: the thread does the rest as it ends.
+        """
         if self._is_over or os.getpid() != self._owner:
             return
         self._is_over = True
         self._forget()
+        self._is_closed_within = threading.current_thread() is self._thread
         self._bell.ring()
-        self._thread.join()
+        if not self._is_closed_within:
+            self._thread.join()
+            self._give_back()
+
+    def _give_back(self) -> None:
         for link in self._links.values():
             link.outbox.fail(LEFT)
             link.leave()

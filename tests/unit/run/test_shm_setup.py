@@ -1,12 +1,16 @@
 """Who shares memory: both ends of a pair agree, what fails is a reason, and nothing is left behind."""
 
+import gc
 import json
 import resource
 import subprocess
+import threading
+import weakref
 
 import pytest
 
 from stagekit.errors import UserError
+from stagekit.run.shm.inbox import Inbox
 from tests.unit.run.shm_threads import connected, held
 
 
@@ -87,3 +91,31 @@ def test_a_process_that_may_hold_no_more_uses_gloo(limit):
         resource.setrlimit(which, before)
     assert all("no memory to share" in reason for reasons in closed(made) for reason in reasons.values())
     assert [reasons.keys() for _, _, reasons in made] == [{1}, {0}]
+
+
+class Forgotten:
+    """A run that refers to itself: only the garbage collector ends it."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_a_run_that_the_garbage_collector_finds_in_its_own_helper_gives_everything_back(monkeypatch):
+    (_, first, _), (_, second, _) = connected(2)
+    (helper,) = (each for each in threading.enumerate() if each is first._thread)
+    help_ = Inbox.help
+
+    def collecting(inbox):
+        if threading.current_thread() is helper:
+            gc.collect()
+        help_(inbox)
+
+    gc.disable()
+    try:
+        weakref.finalize(Forgotten(), first.close)
+        monkeypatch.setattr(Inbox, "help", collecting)
+        second.close()  # rings the first one's bell
+        helper.join(10.0)
+    finally:
+        gc.enable()
+    assert not helper.is_alive()
