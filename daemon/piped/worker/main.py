@@ -37,6 +37,8 @@ def main() -> int:
     # not collecting it 8 MiB. `train` turns it on again.
     gc.disable()
     try:
+        # torch's C++ part warns of every connection that ends when a rank dies; who died is told by its own words
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from piped import logs
         from piped.worker.train import train
 
