@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
-from pipeapi.schedules import AUTO, CHOSEN, FORWARD, SCHEDULES, blocks_misfit, csv_misfit, is_file, misfit
+from pipeapi.schedules import AUTO, CHOSEN, FORWARD, SCHEDULES, blocks_misfit, csv_misfit, csv_trains, is_file, misfit
 from pipeapi.v1 import spec_pb2
 from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_duration, parse_size
 
@@ -303,18 +303,8 @@ class JobFile(_Strict):
 
     @model_validator(mode="after")
     def _forward_trains_nothing(self) -> JobFile:
-        if self.pipeline.schedule != FORWARD:
-            return self
-        contradicting = {
-            "pipeline.recompute": self.pipeline.recompute,
-            "pipeline.buckets.compress": self.pipeline.buckets.compress,
-            "train.accumulate": self.train.accumulate > 1,
-            "train.clip_grad_norm": self.train.clip_grad_norm,
-            "train.eval_every": self.train.eval_every,
-            "checkpoint": self.checkpoint,
-        }
-        name = next((name for name, value in contradicting.items() if value), None)
-        if name is not None:
+        name = _only_for_training(self)
+        if self.pipeline.schedule == FORWARD and name is not None:
             raise ValueError(
                 f"{name} is for training, but pipeline.schedule is forward, which trains nothing; leave it out"
             )
@@ -333,6 +323,19 @@ class JobFile(_Strict):
         for name, value in env.items():
             check_env(name, value or "")
         return env
+
+
+def _only_for_training(job: JobFile) -> str | None:
+    """Return the first field that the job sets and only training has."""
+    fields = {
+        "pipeline.recompute": job.pipeline.recompute,
+        "pipeline.buckets.compress": job.pipeline.buckets.compress,
+        "train.accumulate": job.train.accumulate > 1,
+        "train.clip_grad_norm": job.train.clip_grad_norm,
+        "train.eval_every": job.train.eval_every,
+        "checkpoint": job.checkpoint,
+    }
+    return next((name for name, value in fields.items() if value), None)
 
 
 def _absolute(value: str, example: str) -> str:
@@ -587,7 +590,11 @@ def schedule_misfit(job: JobFile, text: str) -> tuple[str, str] | None:
     if isinstance(per_rank, int):
         per_rank = [] if per_rank == 1 else [per_rank] * (pipeline.stages // per_rank)
     unfit = csv_misfit(text, pipeline.stages, per_rank, pipeline.chunks)
-    return unfit and (f"pipeline.{unfit[0]}", f"{unfit[1]} ({pipeline.schedule})")
+    if unfit:
+        return f"pipeline.{unfit[0]}", f"{unfit[1]} ({pipeline.schedule})"
+    name = None if csv_trains(text) else _only_for_training(job)
+    told = f"is for training, but {pipeline.schedule} lists forwards alone, which train nothing; leave it out"
+    return None if name is None else (name, told)
 
 
 def json_bytes(spec: spec_pb2.JobSpec) -> int:

@@ -52,11 +52,17 @@ def misfit(schedule: str, stages: int, stages_per_rank: int, chunks: int) -> tup
 
 
 _FORWARD = re.compile(r"(?<!\w)(\d+)F(\d+)(?!\w)")
+_BACKWARD = re.compile(r"(?<!\w)\d+[BIW]\d+(?!\w)")
 
 
 def is_file(schedule: str) -> bool:
     """Say whether `schedule` names a CSV file, which travels with the job."""
     return schedule.lower().endswith(".csv")
+
+
+def csv_trains(text: str) -> bool:
+    """Say whether a schedule file lists a backward, or a half of one."""
+    return _BACKWARD.search(text) is not None
 
 
 @functools.lru_cache(maxsize=64)

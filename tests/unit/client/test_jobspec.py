@@ -279,3 +279,23 @@ def test_what_only_training_has_is_refused_in_a_forward_job(field):
     name = field.partition("=")[0]
     assert f"{name} is for training" in mistakes(GOOD, "pipeline.schedule=forward", field)
     load(GOOD, "pipeline.schedule=forward", "train.precision=bf16")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "pipeline.recompute=true",
+        "train.clip_grad_norm=1.0",
+        "train.accumulate=2",
+        "train.eval_every=1",
+        "checkpoint={dir: /data/gpt}",
+    ],
+)
+def test_what_only_training_has_is_refused_beside_a_schedule_file_of_forwards_alone(field):
+    name, text = field.partition("=")[0], "0F0,0F1\n1F0,1F1\n"
+    job = load(GOOD, "pipeline.schedule=mine.csv", "pipeline.stages=2", "pipeline.chunks=2", field)
+    told = f"{name}: is for training, but mine.csv lists forwards alone, which train nothing; leave it out"
+    assert ": ".join(jobspec.schedule_misfit(job, text)) == told
+    for backward in ("0B0,0B1", "0I0,0I1", "0W0,0W1"):
+        assert jobspec.schedule_misfit(job, f"0F0,0F1,{backward}\n1F0,1F1\n") is None
+    assert "pipeline.chunks" in jobspec.schedule_misfit(job, "0F0\n1F0\n")
