@@ -97,6 +97,7 @@ class Executor:
         self._flight.begin(step)
         self._performed = 0
         self.recorder.begin_step()
+        self.pool.begin_step()
         if self._device_times is not None:
             self._device_times.begin()
 

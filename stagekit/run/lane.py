@@ -28,12 +28,14 @@ from stagekit.run.groups import Groups
 from stagekit.run.inputs import InputExchange
 from stagekit.run.inputs import Shape as WholeShape
 from stagekit.run.layout import TAG_HEADER, ChunkShapes, Placement, torch_dtype
-from stagekit.run.loss import LossFunction, LossRunner, LossWeight
+from stagekit.run.loss import LossFunction, LossRunner, LossWeight, output_weights
 from stagekit.run.merge import Rule, merge_outputs
 from stagekit.run.stage import StageRunner
 from stagekit.run.stats import Recorder
 from stagekit.run.transport import settle
 from stagekit.run.wrapped import Parallelize
+
+_MOST_SHAPES = 64  # remembered, of chunks: lengths of text may differ from step to step
 
 
 class StageSource(Protocol):
@@ -69,6 +71,7 @@ class StepResult:
         self.losses: list[Tensor] = []  # per chunk, on the last rank
         self.weights: list[float] = []
         self._leaves: list[dict[str, Tensor]] = []
+        self._output_weights: list[float] = []
 
     @property
     def loss(self) -> float:
@@ -81,7 +84,7 @@ class StepResult:
         if not self._leaves:
             return None
         lane = self._lane
-        merged = merge_outputs(lane.source.spec.outputs, lane.options.output_rules, self._leaves, self.weights)
+        merged = merge_outputs(lane.source.spec.outputs, lane.options.output_rules, self._leaves, self._output_weights)
         return lane.source.unflatten_output(merged)
 
     def chunk_latencies_s(self) -> tuple[list[float], list[float]]:
@@ -203,7 +206,7 @@ class Lane:
         result = self._share(flat)
         if self._placement.rank == self._placement.last_rank:
             result._leaves = executor.outputs()
-            result.weights = [float(size) for size in executor.step.chunk_sizes]
+            result.weights = result._output_weights = output_weights(loss, executor.step.chunk_sizes)
         if loss is not None:
             result.losses, result.weights = loss.losses, loss.weights
         return result
@@ -436,6 +439,8 @@ class Lane:
         symbols = self._spec.symbols
         fixed = dict(zip([s.name for s in symbols if not s.is_batch], header.symbols, strict=True))
         shapes = {}
+        if len(self._shapes) > _MOST_SHAPES:
+            self._shapes.clear()
         for size in set(sizes):
             values = fixed | {s.name: size for s in symbols if s.is_batch}
             key = tuple(sorted(values.items()))

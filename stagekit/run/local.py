@@ -24,7 +24,7 @@ from stagekit.run.executor import Executor, Step
 from stagekit.run.inputs import InputExchange
 from stagekit.run.lane import RunOptions, StageSource
 from stagekit.run.layout import ChunkShapes, Placement
-from stagekit.run.loss import LossRunner
+from stagekit.run.loss import LossRunner, output_weights
 from stagekit.run.merge import merge_outputs
 from stagekit.run.runtime import tied_names
 from stagekit.run.stage import StageRunner
@@ -85,7 +85,7 @@ class LocalRun:
         self._sums.end()
         self.step_number += 1
         loss = self._loss
-        weights = [float(size) for size in step.chunk_sizes] if loss is None else loss.weights
+        weights = output_weights(loss, step.chunk_sizes)
         output = merge_outputs(self._plan.model.outputs, self._options.output_rules, executors[0].outputs(), weights)
         return float("nan") if loss is None else loss.result(), self._source.unflatten_output(output)
 

@@ -125,6 +125,11 @@ class LossRunner:
         """The losses that were computed, in the order of chunks."""
         return [loss for _, loss in sorted(self._losses.items())]
 
+    @property
+    def adds(self) -> bool:
+        """Whether losses are sums, which are added, and so have no weights of their own."""
+        return isinstance(self._loss_weight, str)
+
     def take(self, chunk: int) -> tuple[Tensor, Tensor | None]:
         """Return the loss of `chunk` with its graph, and its share of the gradient (None: it weighs nothing)."""
         root = self._roots[chunk]
@@ -149,6 +154,11 @@ class LossRunner:
             if weight:
                 part += weight * float(loss)
         return part / total
+
+
+def output_weights(loss: LossRunner | None, sizes: Sequence[int]) -> list[float]:
+    """Return what `Mean` weighs the outputs of chunks by: the loss's weights, and rows where losses are only added."""
+    return [float(size) for size in sizes] if loss is None or loss.adds else loss.weights
 
 
 def _check_trains(loss: Tensor) -> None:

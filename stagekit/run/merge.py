@@ -37,7 +37,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Average the chunks, weighted as the loss weighs them."""
+    """Average the chunks, weighted as the loss weighs them; by their rows where losses are added or there is none."""
 
 
 Rule = Cat | Stack | Sum | Mean | Callable[[list[Tensor]], Any]

@@ -132,17 +132,32 @@ class Buffer:
 class BufferPool:
     """Free receive buffers by (shape, stride, dtype); holds as many as were in flight at once, not one per chunk.
 
-    A buffer that something still reads (autograd may keep a gradient as a view of what it was given) is not reused.
+    A buffer that something still reads (autograd may keep a gradient as a view of what it was given) is not reused. A
+    layout that no step of the last KEPT_STEPS used is forgotten: lengths of text may differ from step to step.
     """
+
+    KEPT_STEPS = 4
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: defaultdict[tuple[Any, ...], list[Buffer]] = defaultdict(list)
+        self._used: dict[tuple[Any, ...], int] = {}  # the step that used a layout last
+        self._step = 0
         self.num_buffers = 0
+
+    def begin_step(self) -> None:
+        """Forget free buffers of layouts that were not used lately."""
+        self._step += 1
+        for layout in [layout for layout, step in self._used.items() if step < self._step - self.KEPT_STEPS]:
+            del self._used[layout]
+            free = self._free.pop(layout)
+            self.num_buffers -= len(free)
+            free.clear()  # buffers and their list hold each other
 
     def take(self, layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]) -> Buffer:
         """Return a buffer of that shape, stride and dtype."""
         free = self._free[layout]
+        self._used[layout] = self._step
         if free:
             return free.pop()
         self.num_buffers += 1

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+import stagekit
 from stagekit.errors import ShapeError, StageError
 from stagekit.plan.plan import make_plan
 from stagekit.run.lane import RunOptions
 from stagekit.run.local import LocalRun
-from stagekit.testing import ChainSource, InProcessTransport, Mailbox
+from stagekit.run.transport import BufferPool
+from stagekit.testing import ChainSource, InProcessTransport, Mailbox, run_local
 
 WIDTH = 8
 
@@ -150,3 +152,44 @@ def test_a_loss_that_is_no_scalar_is_refused_with_its_shape():
     run = local(modules(2), loss=lambda output, target: output)
     with pytest.raises(StageError, match=r"returned \(2, 8\); it must return a scalar"):
         run.step((batch(8)[0],), {}, batch(8)[1])
+
+
+def test_batches_of_ever_new_sizes_leave_no_buffers_behind():
+    pool = BufferPool(torch.device("cpu"))
+    most = 0
+    for length in range(1, 61):
+        pool.begin_step()
+        buffers = [pool.take(((2, length), (length, 1), torch.float32)) for _ in range(2)]
+        most = max(most, pool.num_buffers)
+        for buffer in buffers:
+            pool.give(buffer)
+    assert most == pool.num_buffers == 2 * (1 + BufferPool.KEPT_STEPS)
+
+
+def test_a_size_that_comes_every_few_steps_finds_its_buffer_again():
+    pool, seen = BufferPool(torch.device("cpu")), set()
+    for step in range(12):
+        pool.begin_step()
+        length = 1 + step % BufferPool.KEPT_STEPS
+        buffer = pool.take(((2, length), (length, 1), torch.float32))
+        seen.add(buffer.tensor.data_ptr())
+        pool.give(buffer)
+    assert len(seen) == pool.num_buffers == BufferPool.KEPT_STEPS
+
+
+@pytest.mark.parametrize("weight", [None, "sum"])
+def test_a_scalar_output_is_averaged_over_rows_also_where_losses_are_added(weight):
+    class WithMean(nn.Module):
+        def forward(self, x):
+            return x, (x * x).mean()
+
+    def squares(output, target):
+        return ((output[0] - target) ** 2).sum()
+
+    pipe = stagekit.pipeline(
+        nn.Sequential(*modules(2), WithMean()), (batch(3)[0],), loss_fn=squares, loss_weight=weight, stages=2, chunks=2,
+        split=["1"],
+    )  # fmt: skip
+    x, target = batch(5)
+    result = run_local(pipe, x, target=target)
+    assert float(result.output[1]) == pytest.approx(float((result.output[0] ** 2).mean()), rel=1e-6)
