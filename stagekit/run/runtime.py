@@ -267,8 +267,9 @@ class Run:
         parameters = {stage: dict(runner.module.named_parameters()) for stage, runner in self._runners.items()}
         reducers: dict[int, Reducer] = {}
         for stage, runner in self._runners.items():
-            if stage in self._parallelized and runner.spec.buckets:
-                made = reducer_of(stage, self._parallelized[stage], runner.module, self.groups.replica_mesh)
+            made_of = self._parallelized.get(stage)
+            if made_of is not None and (runner.spec.buckets or is_sharded(made_of)):  # frozen shards are gathered too
+                made = reducer_of(stage, made_of, runner.module, self.groups.replica_mesh)
                 if made and self.plan.compress:
                     raise UserError(
                         f"buckets.compress is for gradients that the runtime sums, and parallelize gave those of stage {stage} "

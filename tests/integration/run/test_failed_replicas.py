@@ -50,9 +50,11 @@ def batch(number):
     return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
 
 
-def deployed(kind):
+def deployed(kind, *, is_frozen=False):
+    model = Model()
+    model.layers[:2].requires_grad_(not is_frozen)  # the first stage
     pipe = stagekit.pipeline(
-        Model(), (torch.zeros(3, WIDTH),), loss_fn=loss, stages=2, replicas=2, chunks=2, split=["layers.2"],
+        model, (torch.zeros(3, WIDTH),), loss_fn=loss, stages=2, replicas=2, chunks=2, split=["layers.2"],
         parallelize=KINDS[kind],
     )  # fmt: skip
     return pipe.deploy()
@@ -99,11 +101,14 @@ def test_a_failed_step_between_accumulated_ones_leaves_what_the_earlier_ones_lef
             torch.testing.assert_close(got[name], parameter.grad, msg=f"{kind} {name}")
 
 
+CASES = [("FSDP2", False), ("DDP", False), ("FSDP2", True)]  # kind, whether the first stage is frozen
+
+
 def late(rank):
     """One replica's first stage fails long after the others' began to wait for it: in the first step, and in a later one."""
     results = {}
-    for kind in KINDS:
-        run = deployed(kind)
+    for case in CASES:
+        run = deployed(case[0], is_frozen=case[1])
         x, target = batch(1)
         losses = []
         for fails in (True, False, False, True, False):
@@ -115,7 +120,7 @@ def late(rank):
                 vars(run._runners.get(0, run)).pop("forward", None)
             else:
                 losses.append(step(run, x, target))
-        results[kind] = losses
+        results[case] = losses
         run.close()
     return results
 
@@ -127,5 +132,5 @@ def fail_late(*_):
 
 def test_a_replica_that_fails_before_its_forward_keeps_no_other_waiting():
     ranks = spawn(late, 4, timeout_s=120.0)
-    for kind in KINDS:
-        assert all(rank[kind] == [pytest.approx(ranks[0][kind][0])] * 3 for rank in ranks)
+    for case in CASES:
+        assert all(rank[case] == [pytest.approx(ranks[0][case][0])] * 3 for rank in ranks), case
