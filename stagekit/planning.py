@@ -17,9 +17,9 @@ import torch
 from stagekit.errors import SplitError, UserError
 from stagekit.graph.buckets.rule import BucketRule
 from stagekit.graph.capture.capture import Captured
-from stagekit.graph.cut.chain import chain_of, node_costs
+from stagekit.graph.cut.chain import chain_of
 from stagekit.graph.cut.choose import Choice, at_speeds, block_begins, choose
-from stagekit.graph.cut.costs import Cost
+from stagekit.graph.cut.costs import Cost, node_costs
 from stagekit.graph.cut.cut import Cut
 from stagekit.graph.cut.footprint import footprint
 from stagekit.graph.cut.layout import Layout, lay_out

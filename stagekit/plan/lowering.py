@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from stagekit.errors import ScheduleError
 from stagekit.plan.actions import COMPUTE, Action, Op
@@ -22,6 +23,7 @@ from stagekit.plan.transports import Channel, Transport, wire
 
 Lists = tuple[tuple[Action, ...], ...]
 Window = int | None | Mapping[Channel, int | None]
+W = TypeVar("W", bound=Window)
 Made = Sequence[Sequence[Sequence[tuple[Action, Action]]]]  # by rank and compute position: (send, its receive)
 
 
@@ -36,6 +38,11 @@ def receive_window(schedule: str) -> int | None:
     all posted at once (tiny: 25.7 / 29.5 ms against 44.7 / 73.0 one ahead), and holds every chunk anyway; so does BFS.
     """
     return None if schedule in ("gpipe", "bfs") else 2
+
+
+def window_of(schedule: str, window: W | str) -> W | int | None:
+    """Return `window`, or where it is told in words ("measured") that of the schedule."""
+    return receive_window(schedule) if isinstance(window, str) else window
 
 
 def lower(

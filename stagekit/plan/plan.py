@@ -17,7 +17,7 @@ from stagekit.errors import UserError
 from stagekit.plan.actions import COMPUTE, Action, Op, to_csv
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.costs import Costs
-from stagekit.plan.lowering import Lists, Routes, Window, lower, receive_window, routes_of
+from stagekit.plan.lowering import Lists, Routes, Window, lower, routes_of, window_of
 from stagekit.plan.prices import model_costs
 from stagekit.plan.prices import stage_output_bytes as stage_output_bytes
 from stagekit.plan.schedules.registry import (
@@ -29,7 +29,7 @@ from stagekit.plan.schedules.registry import (
     ranks_for,
     stage_table,
 )
-from stagekit.plan.timeline import Timeline, gantt, simulate
+from stagekit.plan.timeline import Timeline, gantt, simulate_at
 from stagekit.plan.transports import Transport
 from stagekit.plan.verify import Cell, verify
 
@@ -92,9 +92,7 @@ class Plan:
     def lists_for(self, routes: Routes) -> Lists:
         """Return the lists of this plan's compute with transfers for other routes: those of a step's inputs."""
         orders = [[action for action in row if action.op in COMPUTE] for row in self.actions]
-        lists = lower(orders, self.stage_ranks, routes, window=self.window, transport=Transport.DIRECTED)
-        verify(lists, self.stage_ranks, self.num_chunks, routes, transport=Transport.DIRECTED)
-        return lists
+        return _lowered(orders, self.stage_ranks, self.num_chunks, routes, self.window)[0]
 
     def to_json(self) -> str:
         """Return the plan as one JSON document; actions in their text form."""
@@ -172,8 +170,14 @@ def verified_lists(
     """
     num_ranks = max(stage_ranks) + 1
     orders = compute_order(schedule, stage_ranks, num_ranks, num_chunks, costs=costs, memory_limit=memory_limit)
-    ahead = receive_window(schedule) if isinstance(window, str) else window
-    lists = lower(orders, stage_ranks, routes, window=ahead, transport=Transport.DIRECTED)
+    ahead = window_of(schedule, window)
+    return _lowered(orders, stage_ranks, num_chunks, routes, ahead)
+
+
+def _lowered(
+    orders: Sequence[Sequence[Action]], stage_ranks: Sequence[int], num_chunks: int, routes: Routes, window: Window
+) -> tuple[Lists, tuple[Cell, ...]]:
+    lists = lower(orders, stage_ranks, routes, window=window, transport=Transport.DIRECTED)
     return lists, verify(lists, stage_ranks, num_chunks, routes, transport=Transport.DIRECTED)
 
 
@@ -202,22 +206,11 @@ def make_plan(
     trains = not is_forward_only(schedule)
     routes = routes_of(model, replicas=replicas, train=trains)
     costs = costs or model_costs(model, compile=compile, recompute=recompute)
-    ahead = receive_window(schedule) if isinstance(window, str) else window
+    ahead = window_of(schedule, window)
     lists, extension = verified_lists(
         schedule, stage_ranks, num_chunks, routes, costs=costs, memory_limit=memory_limit, window=ahead
     )
-    timeline = simulate(
-        lists,
-        extension,
-        stage_ranks,
-        routes,
-        forward=costs.forward,
-        backward=costs.full_backward,
-        input_grad=costs.input_grad,
-        weight_grad=costs.weight_grad,
-        hop=costs.hop,
-        transport=Transport.RENDEZVOUS,
-    )
+    timeline = simulate_at(costs, lists, extension, stage_ranks, routes, transport=Transport.RENDEZVOUS)
     return Plan(
         model,
         schedule,

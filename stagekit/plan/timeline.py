@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stagekit.plan.actions import COMPUTE, Action, Op
+from stagekit.plan.costs import Costs
 from stagekit.plan.dependencies import Cell
 from stagekit.plan.network import Network
 from stagekit.plan.pictures import Span as Span
@@ -74,6 +75,31 @@ def simulate(
         elif peer is not None:
             clock[rank] = network.post(op, stage, chunk, peer, clock[rank])
     return _summary(spans, lists, kept)
+
+
+def simulate_at(
+    costs: Costs,
+    lists: Sequence[Sequence[Action]],
+    extension: Sequence[Cell],
+    stage_ranks: Sequence[int],
+    routes: Routes,
+    *,
+    transport: Transport,
+) -> Timeline:
+    """Return the timeline of `lists` at these costs, see `simulate`."""
+    return simulate(
+        lists,
+        extension,
+        stage_ranks,
+        routes,
+        forward=costs.forward,
+        backward=costs.full_backward,
+        input_grad=costs.input_grad,
+        weight_grad=costs.weight_grad,
+        hop=costs.hop,
+        transport=transport,
+        kept=costs.kept,
+    )
 
 
 def peak_held(row: Iterable[Action], kept: float = 1.0) -> float:

@@ -12,11 +12,11 @@ from stagekit.errors import ScheduleError
 from stagekit.plan.actions import COMPUTE, Action, Op
 from stagekit.plan.costs import Costs
 from stagekit.plan.dependencies import Cell
-from stagekit.plan.lowering import Lists, Window, lower, receive_window
+from stagekit.plan.lowering import Lists, Window, lower, window_of
 from stagekit.plan.routes import Routes
 from stagekit.plan.schedules import csv_file
 from stagekit.plan.schedules.registry import compute_order
-from stagekit.plan.timeline import Timeline, simulate
+from stagekit.plan.timeline import Timeline, simulate_at
 from stagekit.plan.transports import Transport
 from stagekit.plan.verify import verify
 
@@ -46,7 +46,7 @@ def try_schedule(
     """Make the lists of `schedule` for `transport` and time them. Raises ScheduleError, saying which numbers would do."""
     num_ranks = max(stage_ranks) + 1
     orders = compute_order(schedule, stage_ranks, num_ranks, num_chunks, costs=costs, memory_limit=memory_limit)
-    ahead = receive_window(schedule) if isinstance(window, str) else window
+    ahead = window_of(schedule, window)
     return try_orders(orders, stage_ranks, num_chunks, costs, transport=transport, window=ahead)
 
 
@@ -98,19 +98,7 @@ def _timed(lists: Lists, stage_ranks: Sequence[int], num_chunks: int, costs: Cos
         if not error.cycle:
             raise
         return Trial(lists, tuple(stage_ranks), num_chunks, None, error.cycle, str(error))
-    timeline = simulate(
-        lists,
-        extension,
-        stage_ranks,
-        routes,
-        forward=costs.forward,
-        backward=costs.full_backward,
-        input_grad=costs.input_grad,
-        weight_grad=costs.weight_grad,
-        hop=costs.hop,
-        transport=transport,
-        kept=costs.kept,
-    )
+    timeline = simulate_at(costs, lists, extension, stage_ranks, routes, transport=transport)
     return Trial(lists, tuple(stage_ranks), num_chunks, timeline)
 
 

@@ -6,18 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stagekit.graph.cut.costs import Cost, measure, trained_weight_of
+from stagekit.graph.cut.costs import Cost, trained_weight_of
 from stagekit.graph.cut.layout import Layout
 from stagekit.plan.memory import Footprint
 from stagekit.plan.planner.chain import Chain
 
 if TYPE_CHECKING:
     from stagekit.graph.capture.capture import Captured
-
-
-def node_costs(captured: Captured, layout: Layout, how: str) -> dict[str, Cost]:
-    """Return what each operation costs; `how` as in stagekit.graph.cut.costs.measure."""
-    return measure(captured, [node for node in layout.nodes if node in layout.work], how)
 
 
 def chain_of(

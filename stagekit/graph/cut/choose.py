@@ -15,7 +15,7 @@ from torch import fx
 from stagekit.errors import SplitError
 from stagekit.graph.bucket import group_nodes
 from stagekit.graph.buckets.rule import BucketRule
-from stagekit.graph.cut.costs import Cost, measure, tensor_bytes
+from stagekit.graph.cut.costs import Cost, node_costs, tensor_bytes
 from stagekit.graph.cut.footprint import cut_within, footprint
 from stagekit.graph.cut.layout import Layout, held_together
 from stagekit.plan.memory import Memory, in_units
@@ -59,7 +59,7 @@ def choose(
             raise
         raise SplitError(f"{error}; {why}") from error
     if measured and not choice.costs:
-        choice = replace(choice, costs=_costs(captured, layout, "measured"))
+        choice = replace(choice, costs=node_costs(captured, layout, "measured"))
     if isinstance(split, Balanced) and split.speeds:
         ranks = (usage or Usage()).ranks(stages)
         choice = replace(choice, costs=at_speeds(layout, choice, [split.speeds[rank] for rank in ranks]))
@@ -94,7 +94,7 @@ def _chosen(
 
 
 def _balanced(captured: Captured, layout: Layout, wish: Balanced, stages: int, usage: Usage) -> Choice:
-    costs = _costs(captured, layout, wish.costs)
+    costs = node_costs(captured, layout, wish.costs)
     seconds = [0.0] * len(layout.nodes)
     for i, node in enumerate(layout.nodes):
         if node.name in costs:
@@ -131,10 +131,6 @@ def _as_tie_breaks(crossing: Sequence[float], mean_stage_s: float) -> list[float
     largest = max(crossing, default=0.0)
     factor = min(1.0, 0.01 * mean_stage_s / largest) if largest else 1.0
     return [factor * each for each in crossing]
-
-
-def _costs(captured: Captured, layout: Layout, how: str) -> Mapping[str, Cost]:
-    return measure(captured, [node for node in layout.nodes if node in layout.work], how)
 
 
 def _by_parameters(captured: Captured, layout: Layout, stages: int) -> Choice:

@@ -27,8 +27,9 @@ from stagekit.graph.passes.propagate import entered
 
 if TYPE_CHECKING:
     from stagekit.graph.capture.capture import Captured
+    from stagekit.graph.cut.layout import Layout
 
-__all__ = ["LINK_BYTES_PER_S", "LINK_S_PER_MESSAGE", "Cost", "made_up", "measure", "tensor_bytes"]
+__all__ = ["LINK_BYTES_PER_S", "LINK_S_PER_MESSAGE", "Cost", "made_up", "measure", "node_costs", "tensor_bytes"]
 
 LINK_BYTES_PER_S = 2e9  # gloo over loopback at 1 MiB gives 3-6 GB/s; a copy on each side halves it
 LINK_S_PER_MESSAGE = 5e-5  # a gloo hop takes 38-71 µs
@@ -55,6 +56,11 @@ class Cost:
         """Return what it costs on a rank of that speed."""
         halves = (self.halves[0] / speed, self.halves[1] / speed) if self.halves else None
         return Cost(self.forward_s / speed, self.backward_s / speed, halves)
+
+
+def node_costs(captured: Captured, layout: Layout, how: str) -> dict[str, Cost]:
+    """Return what each operation costs; `how` as in `measure`."""
+    return measure(captured, [node for node in layout.nodes if node in layout.work], how)
 
 
 def measure(captured: Captured, nodes: Sequence[fx.Node], how: str = "measured") -> dict[str, Cost]:

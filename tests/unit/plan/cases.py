@@ -1,7 +1,7 @@
 """Schedules at the sizes that the tests of stagekit.plan share."""
 
 from stagekit.plan.actions import Op
-from stagekit.plan.lowering import lower, receive_window
+from stagekit.plan.lowering import lower, window_of
 from stagekit.plan.routes import Routes
 from stagekit.plan.schedules.registry import NAMES, compute_order, table_for
 from stagekit.plan.transports import Channel, Transport
@@ -20,8 +20,11 @@ def lowered(
     stage_ranks = stage_ranks or table(schedule, ranks)
     routes = routes or Routes.chain(len(stage_ranks), train=schedule != "forward")
     orders = compute_order(schedule, stage_ranks, ranks, chunks)
-    ahead = receive_window(schedule) if window == "measured" else window
-    return lower(orders, stage_ranks, routes, window=ahead, transport=transport), stage_ranks, routes
+    return (
+        lower(orders, stage_ranks, routes, window=window_of(schedule, window), transport=transport),
+        stage_ranks,
+        routes,
+    )
 
 
 def rich_routes(schedule, num_stages, stage_ranks):
