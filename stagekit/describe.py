@@ -1,6 +1,6 @@
 """A process that plans a job: build, capture, self-check, cut, schedule → one JSON document on stdout.
 
-`python -m stagekit.describe < spec.json`: the spec is a job file as a plain dict (pipeapi.jobspec.to_dict). pipectl runs it
+`python -m stagekit.describe < spec.json`: the spec is a job file as a plain dict (pipeapi.jobproto.to_dict). pipectl runs it
 for `plan`, `validate --deep` and before `submit`, where torch is installed, so that mistakes in a program are told
 before anything starts. Output: {"ok": true, "plan": {…}, "picture": "…"} or {"ok": false, "error": "…", "where": "…",
 "traceback": "…"}; what the program prints goes to stderr. Exit status 0 in both cases.
@@ -160,7 +160,7 @@ def _read_spec() -> dict[str, Any]:
         raise UserError(f"the spec on stdin is no JSON: {error}") from error
     missing = [name for name in _NEEDED if not isinstance(spec, dict) or name not in spec]
     if missing:
-        raise UserError(f"the spec on stdin lacks {', '.join(missing)}; give a whole job (pipeapi.jobspec.to_dict)")
+        raise UserError(f"the spec on stdin lacks {', '.join(missing)}; give a whole job (pipeapi.jobproto.to_dict)")
     return dict(spec)
 
 

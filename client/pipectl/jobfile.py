@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeapi import jobspec
+from pipeapi import jobproto, jobspec
 from pipeapi.mistakes import SpecError
 from pipeapi.schedules import is_file
 from pipeapi.v1 import spec_pb2
@@ -49,7 +49,7 @@ def load(path: str, sets: Sequence[str] = (), envs: Sequence[str] = ()) -> Loade
         archive = pack(source) if source else None
         sha256 = hashlib.sha256(archive).hexdigest() if archive else ""
         csv = _schedule_text(path, job)
-        spec = jobspec.to_proto(job, environ=os.environ, source_sha256=sha256, schedule_csv=csv)
+        spec = jobproto.to_proto(job, environ=os.environ, source_sha256=sha256, schedule_csv=csv)
         return Loaded(path, spec, source, archive)
     except SpecError as error:
         raise CommandError(str(error), Exit.USAGE) from None
@@ -185,7 +185,7 @@ def describe(loaded: Loaded, *, quick: bool, traceback: bool = False) -> dict[st
         command += ["--source", str(loaded.source)]
     environment = {**os.environ, **dict(loaded.spec.env)}
     done = subprocess.run(
-        command, input=json.dumps(jobspec.to_dict(loaded.spec)), capture_output=True, text=True, env=environment
+        command, input=json.dumps(jobproto.to_dict(loaded.spec)), capture_output=True, text=True, env=environment
     )
     if done.returncode != 0 or not done.stdout:
         raise CommandError(

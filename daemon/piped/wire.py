@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from pipeapi import jobspec
+from pipeapi import jobproto
 from pipeapi.v1 import cluster_pb2, jobs_pb2, nodes_pb2, spec_pb2
 from piped.core import events
 from piped.core.desired import DesiredAttempt, Phase
@@ -68,7 +68,7 @@ def spec_from_proto(message: spec_pb2.JobSpec) -> JobSpec:
         source_sha256=message.source_sha256,
         payload=message.SerializeToString(deterministic=True),
         start_timeout_s=message.start_timeout_s,
-        json_bytes=jobspec.json_bytes(message),
+        json_bytes=jobproto.json_bytes(message),
         stages_of_ranks=tuple(message.pipeline.stages_of_ranks),
         schedule_csv=message.pipeline.schedule_csv,
         placement=message.resources.placement or "spread",

@@ -1,16 +1,15 @@
-"""The job file: its fields, defaults and limits, and file <-> proto <-> plain dict.
+"""The job file: its fields, defaults and limits.
 
 Decides what a job file may say and where a mistake in it is (file:line:col). What only the coordinator knows (names in
 use, slots) and what only a worker knows (does the program import, can it be cut) is checked there.
-Called by pipectl (files), by the coordinator (messages) and by the node daemon (the dict that a worker gets).
+Called by pipectl (files) and by pipeapi.jobproto (messages that come without a file).
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,7 +30,6 @@ from pydantic import (
 
 from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
 from pipeapi.schedules import AUTO, CHOSEN, FORWARD, SCHEDULES, blocks_misfit, csv_misfit, csv_trains, is_file, misfit
-from pipeapi.v1 import spec_pb2
 from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_duration, parse_size
 
 MAX_FILE_BYTES = 1 << 20
@@ -392,7 +390,7 @@ def load_text(raw: bytes, name: str, overrides: Sequence[str] = ()) -> JobFile:
     try:
         return JobFile.model_validate(data)
     except ValidationError as error:
-        problems = [_problem(item, root) for item in error.errors()]
+        problems = [problem_of(item, root) for item in error.errors()]
         raise SpecError(name, sorted(problems, key=lambda p: (p.line, p.column))) from None
 
 
@@ -420,7 +418,7 @@ def _override(data: dict[str, Any], override: str) -> None:
         raise SpecError("--set", [Problem(path, f'"{text}" is no YAML value: {str(error).splitlines()[0]}')]) from None
 
 
-def _problem(error: Any, root: yaml.Node | None) -> Problem:
+def problem_of(error: Any, root: yaml.Node | None) -> Problem:
     location = [part for part in error["loc"] if not (isinstance(part, str) and part in ("str", "list[str]"))]
     line, column = position(root, location, of_key=error["type"] == "extra_forbidden")
     field = ".".join(map(str, location))
@@ -497,90 +495,6 @@ def _row(model: type[BaseModel], name: str) -> tuple[str, str, str, str]:
     return name, kind.replace("typing.", ""), default, description
 
 
-# ---- file <-> proto <-> dict
-
-_BACKENDS = {
-    "auto": spec_pb2.BACKEND_AUTO,
-    "gloo": spec_pb2.BACKEND_GLOO,
-    "nccl": spec_pb2.BACKEND_NCCL,
-}
-
-
-def to_proto(
-    job: JobFile, *, environ: Mapping[str, str], source_sha256: str = "", schedule_csv: str = ""
-) -> spec_pb2.JobSpec:
-    """Return the message of a job file; `env` entries that are null are taken from `environ`.
-
-    `schedule_csv`: the text of the file that `pipeline.schedule` names. Raises SpecError for an entry that `environ` lacks,
-    a schedule file for other numbers, and a job that is too long.
-    """
-    per_rank = job.pipeline.stages_per_rank
-    if unfit := schedule_misfit(job, schedule_csv):
-        raise SpecError(job.name, [Problem(*unfit)])
-    missing = [name for name, value in job.env.items() if value is None and name not in environ]
-    if missing:
-        raise SpecError("env", [Problem(f"env.{name}", "null, but not set in this environment") for name in missing])
-    env = {name: environ[name] if value is None else value for name, value in job.env.items()}
-    split = job.pipeline.split
-    message = spec_pb2.JobSpec(
-        name=job.name,
-        program=job.program,
-        params={key: _value(value) for key, value in job.params.items()},
-        pipeline=spec_pb2.PipelineSpec(
-            stages=job.pipeline.stages,
-            stages_per_rank=1 if isinstance(per_rank, list) else per_rank,
-            stages_of_ranks=per_rank if isinstance(per_rank, list) else (),
-            replicas=job.pipeline.replicas,
-            schedule=Path(job.pipeline.schedule).name,
-            schedule_csv=schedule_csv,
-            chunks=job.pipeline.chunks,
-            split=split if isinstance(split, str) else "",
-            split_at=split if isinstance(split, list) else (),
-            bucket_cap_bytes=job.pipeline.buckets.cap,
-            bucket_first_cap_bytes=job.pipeline.buckets.first,
-            bucket_compress=job.pipeline.buckets.compress or "",
-            compile=job.pipeline.compile,
-            recompute=job.pipeline.recompute,
-            balance=spec_pb2.BalanceSpec(
-                memory_bytes=job.pipeline.balance.memory or 0,
-                optimizer_state=job.pipeline.balance.optimizer_state,
-                speeds=job.pipeline.balance.speeds or (),
-                block_boundaries=job.pipeline.balance.block_boundaries,
-            ),
-        ),
-        train=spec_pb2.TrainSpec(
-            steps=job.train.steps,
-            clip_grad_norm=job.train.clip_grad_norm,
-            seed=job.train.seed,
-            log_every=job.train.log_every,
-            eval_every=job.train.eval_every or 0,
-            accumulate=job.train.accumulate,
-            precision=job.train.precision,
-        ),
-        backend=_BACKENDS[job.backend],
-        resources=spec_pb2.ResourcesSpec(
-            device=job.resources.device,
-            slots_per_node=job.resources.slots_per_node or 0,
-            placement=job.resources.placement,
-        ),
-        checkpoint=spec_pb2.CheckpointSpec(dir=job.checkpoint.dir if job.checkpoint else ""),
-        observe=spec_pb2.ObserveSpec(trace_steps=job.observe.trace_steps),
-        env=env,
-        redacted_env=[name for name, value in job.env.items() if value is None],
-        python=job.python or "",
-        source_sha256=source_sha256,
-        grace_s=job.recovery.grace,
-        start_timeout_s=job.recovery.start_timeout,
-        init=job.init,
-        weights=job.weights or "",
-    )
-    if (size := json_bytes(message)) > MAX_SPEC_BYTES:
-        hint = "put large values into a file in `source`, or on a path that every node sees"
-        told = f"takes {size} bytes as JSON; the limit is {MAX_SPEC_BYTES}"
-        raise SpecError(job.name, [Problem("the job", told, hint=hint)])
-    return message
-
-
 def schedule_misfit(job: JobFile, text: str) -> tuple[str, str] | None:
     """Return the field that doesn't suit the text of the job's schedule file, and what would do; None where all fit."""
     pipeline = job.pipeline
@@ -595,110 +509,3 @@ def schedule_misfit(job: JobFile, text: str) -> tuple[str, str] | None:
     name = None if csv_trains(text) else _only_for_training(job)
     told = f"is for training, but {pipeline.schedule} lists forwards alone, which train nothing; leave it out"
     return None if name is None else (name, told)
-
-
-def json_bytes(spec: spec_pb2.JobSpec) -> int:
-    """Return the length of the whole job as JSON in ASCII, the way that workers are told it."""
-    return len(json.dumps({**to_dict(spec), "env": dict(spec.env)}, separators=(",", ":")))
-
-
-def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
-    """Return the job file that `spec` says, as plain JSON values with every field set: what a worker reads."""
-    pipeline, train = spec.pipeline, spec.train
-    backend = next((name for name, value in _BACKENDS.items() if value == spec.backend), "auto")
-    return {
-        "version": 1,
-        "name": spec.name,
-        "program": spec.program,
-        "params": {key: _plain(value) for key, value in spec.params.items()},
-        "python": spec.python or None,
-        "source": spec.source_sha256 or None,
-        "init": spec.init or "auto",
-        "weights": spec.weights or None,
-        "pipeline": {
-            "stages": pipeline.stages,
-            "stages_per_rank": list(pipeline.stages_of_ranks) or pipeline.stages_per_rank,
-            "replicas": pipeline.replicas,
-            "schedule": pipeline.schedule,
-            "schedule_csv": pipeline.schedule_csv or None,
-            "chunks": pipeline.chunks or AUTO,
-            "split": list(pipeline.split_at) or pipeline.split,
-            "balance": _balance(pipeline),
-            "buckets": {
-                "cap": pipeline.bucket_cap_bytes,
-                "first": pipeline.bucket_first_cap_bytes,
-                "compress": pipeline.bucket_compress or None,
-            },
-            "compile": pipeline.compile,
-            "recompute": pipeline.recompute,
-        },
-        "train": {
-            "steps": train.steps,
-            "clip_grad_norm": train.clip_grad_norm if train.HasField("clip_grad_norm") else None,
-            "seed": train.seed,
-            "log_every": train.log_every,
-            "eval_every": train.eval_every or None,
-            "accumulate": train.accumulate or 1,  # jobs stored before there were these
-            "precision": train.precision or "fp32",
-        },
-        "backend": backend,
-        "resources": {
-            "device": spec.resources.device,
-            "slots_per_node": spec.resources.slots_per_node or None,
-            "placement": spec.resources.placement or "spread",
-        },
-        "checkpoint": {"dir": spec.checkpoint.dir} if spec.checkpoint.dir else None,
-        "recovery": {"grace": spec.grace_s, "start_timeout": spec.start_timeout_s},
-        "observe": {"trace_steps": list(spec.observe.trace_steps)},
-        "env": {name: (None if name in spec.redacted_env else value) for name, value in spec.env.items()},
-    }
-
-
-def _balance(pipeline: spec_pb2.PipelineSpec) -> dict[str, Any]:
-    if not pipeline.HasField("balance"):  # a job that was stored before there was one
-        return Balance().model_dump()
-    balance = pipeline.balance
-    return {
-        "memory": balance.memory_bytes or None,
-        "optimizer_state": balance.optimizer_state,
-        "speeds": list(balance.speeds) or None,
-        "block_boundaries": balance.block_boundaries,
-    }
-
-
-def from_proto(spec: spec_pb2.JobSpec) -> JobFile:
-    """Validate a message as a job file. Raises SpecError naming each bad field."""
-    data = to_dict(spec)
-    data["env"] = dict(spec.env)
-    data["pipeline"].pop("schedule_csv")  # no field of the file: it lies beside it
-    try:
-        return JobFile.model_validate(data)
-    except ValidationError as error:
-        raise SpecError("request", [_problem(item, None) for item in error.errors()]) from None
-
-
-def _value(value: object) -> spec_pb2.ParamValue:
-    if value is None:
-        return spec_pb2.ParamValue(null_value=True)
-    if isinstance(value, bool):
-        return spec_pb2.ParamValue(bool_value=value)
-    if isinstance(value, int):
-        return spec_pb2.ParamValue(int_value=value)
-    if isinstance(value, float):
-        return spec_pb2.ParamValue(double_value=value)
-    if isinstance(value, str):
-        return spec_pb2.ParamValue(string_value=value)
-    if isinstance(value, list):
-        return spec_pb2.ParamValue(list_value=spec_pb2.ParamList(values=[_value(item) for item in value]))
-    if isinstance(value, dict):
-        return spec_pb2.ParamValue(map_value=spec_pb2.ParamMap(values={str(k): _value(v) for k, v in value.items()}))
-    raise SpecError("params", [Problem("params", f"{value!r} is no number, string, list or mapping")])
-
-
-def _plain(value: spec_pb2.ParamValue) -> Any:
-    kind = value.WhichOneof("kind")
-    if kind == "list_value":
-        return [_plain(item) for item in value.list_value.values]
-    if kind == "map_value":
-        return {key: _plain(item) for key, item in value.map_value.values.items()}
-    return None if kind in (None, "null_value") else getattr(value, kind)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeapi import jobspec
+from pipeapi import jobproto, jobspec
 from stagekit.describe import failure, plan_job
 from stagekit.errors import StagekitError
 
@@ -48,7 +48,9 @@ def write(folder, spec):
 )
 def test_the_planner_names_the_field_that_must_change(spec, field, told, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # in this process: each of its own would import torch
-    plain = jobspec.to_dict(jobspec.to_proto(jobspec.load_text(yaml.safe_dump(spec).encode(), "job.yaml"), environ={}))
+    plain = jobproto.to_dict(
+        jobproto.to_proto(jobspec.load_text(yaml.safe_dump(spec).encode(), "job.yaml"), environ={})
+    )
     with pytest.raises(StagekitError) as caught:
         plan_job(plain, str(PROGRAMS), quick=True)
     document = failure(caught.value, plain)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from pipeapi import jobspec
+from pipeapi import jobproto, jobspec
 from pipeapi.v1 import jobs_pb2
 from pipectl import jobfile, output, pictures
 from pipectl.api import Coordinator
@@ -64,7 +64,7 @@ def run(cluster: LocalCluster, steps: int) -> None:
         click.echo(f"node{n}        2 slots             metrics http://{address}/metrics")
     traced = min(steps - 1, steps // 2)
     loaded = jobspec.load_text(JOB.format(steps=steps, traced=traced).encode(), "demo.yaml")
-    job_id = api.submit(jobspec.to_proto(loaded, environ={}))
+    job_id = api.submit(jobproto.to_proto(loaded, environ={}))
     click.echo(f"\nsubmitted    {job_id}: a GPT of 4 layers, 128 wide, in 4 stages on 2 nodes, {steps} steps\n")
     job = watch(api, job_id)
     if job.state != jobs_pb2.JOB_STATE_SUCCEEDED:

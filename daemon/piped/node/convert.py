@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from pipeapi import jobspec
+from pipeapi import jobproto
 from pipeapi.v1 import cluster_pb2, jobs_pb2, nodes_pb2
 from piped.node.model import DesiredAttempt, DesiredState, Fact, FactKey, Observed, Phase, RankPlacement, Shim, Slot
 
@@ -37,7 +37,7 @@ def _desired_attempt(item: nodes_pb2.DesiredAttempt) -> DesiredAttempt:
         job_id=item.job_id,
         attempt=item.attempt,
         phase=_PHASES[item.phase],
-        spec=jobspec.to_dict(item.spec),
+        spec=jobproto.to_dict(item.spec),
         env=dict(item.spec.env),
         ranks=tuple(_placement(rank) for rank in item.ranks),
         store_endpoint=item.store_endpoint,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeapi import jobspec, values
+from pipeapi import jobproto, jobspec, values
 from stagekit.errors import SplitError
 from stagekit.plan.split import Balanced, parse_bytes, split_of
 
@@ -30,9 +30,9 @@ def mistakes(text, *overrides):
 
 def test_a_good_file_survives_the_wire_unchanged():
     job = load(GOOD)
-    proto = jobspec.to_proto(job, environ={})
-    assert jobspec.from_proto(proto) == job
-    assert jobspec.to_dict(proto)["params"] == {
+    proto = jobproto.to_proto(job, environ={})
+    assert jobproto.from_proto(proto) == job
+    assert jobproto.to_dict(proto)["params"] == {
         "layers": 4,
         "lr": 0.003,
         "tags": [1, "a", None],
@@ -133,11 +133,11 @@ def test_overrides_are_checked_like_the_file():
 
 def test_null_environment_values_come_from_the_submitter_and_are_redacted():
     job = load(GOOD + "env: {TOKEN: null, OMP_NUM_THREADS: '1'}\n")
-    proto = jobspec.to_proto(job, environ={"TOKEN": "s3cret"})
+    proto = jobproto.to_proto(job, environ={"TOKEN": "s3cret"})
     assert proto.env["TOKEN"] == "s3cret"
-    assert jobspec.to_dict(proto)["env"] == {"TOKEN": None, "OMP_NUM_THREADS": "1"}
+    assert jobproto.to_dict(proto)["env"] == {"TOKEN": None, "OMP_NUM_THREADS": "1"}
     with pytest.raises(jobspec.SpecError, match=r"env.TOKEN: null, but not set in this environment"):
-        jobspec.to_proto(job, environ={})
+        jobproto.to_proto(job, environ={})
 
 
 def test_an_environment_value_that_no_process_can_take_is_refused_with_the_limit():
@@ -204,13 +204,13 @@ def test_the_schema_that_editors_read_takes_what_people_write():
 def test_what_a_balanced_split_weighs_survives_the_wire():
     text = "  balance: {memory: 20GiB, speeds: [1, 1, 0.5, 2], optimizer_state: 0, block_boundaries: true}"
     job = load(GOOD.replace("  chunks: 8", text))
-    proto = jobspec.to_proto(job, environ={})
-    assert jobspec.from_proto(proto) == job
-    assert split_of(jobspec.to_dict(proto)["pipeline"]) == Balanced(
+    proto = jobproto.to_proto(job, environ={})
+    assert jobproto.from_proto(proto) == job
+    assert split_of(jobproto.to_dict(proto)["pipeline"]) == Balanced(
         memory_bytes=20 << 30, speeds=(1.0, 1.0, 0.5, 2.0), optimizer_state=0.0, block_boundaries=True
     )
     proto.pipeline.ClearField("balance")  # as stored before there was one
-    assert split_of(jobspec.to_dict(proto)["pipeline"]) == Balanced()
+    assert split_of(jobproto.to_dict(proto)["pipeline"]) == Balanced()
 
 
 SIZES = [
@@ -245,8 +245,8 @@ def test_the_job_file_and_the_library_read_the_same_sizes(text):
 
 def test_start_values_survive_the_wire():
     job = load(GOOD + "init: per_op\nweights: /data/llama\n")
-    proto = jobspec.to_proto(job, environ={})
-    assert jobspec.from_proto(proto) == job
+    proto = jobproto.to_proto(job, environ={})
+    assert jobproto.from_proto(proto) == job
     assert (proto.init, proto.weights) == ("per_op", "/data/llama")
     assert (load(GOOD).init, load(GOOD).weights) == ("auto", None)
     assert 'weights: "llama" is no absolute path' in mistakes(GOOD + "weights: llama\n")
@@ -265,12 +265,12 @@ def test_a_transformers_directory_is_absolute_or_inside_the_source():
 def test_how_a_job_trains_survives_the_wire():
     text = GOOD.replace("{steps: 3}", "{steps: 3, accumulate: 4, precision: fp16}")
     job = load(text, "pipeline.buckets.compress=bf16")
-    proto = jobspec.to_proto(job, environ={})
-    assert jobspec.from_proto(proto) == job
-    train = jobspec.to_dict(proto)["train"]
+    proto = jobproto.to_proto(job, environ={})
+    assert jobproto.from_proto(proto) == job
+    train = jobproto.to_dict(proto)["train"]
     assert (train["accumulate"], train["precision"]) == (4, "fp16")
     proto.train.accumulate, proto.train.precision = 0, ""  # of a job that was stored before there were these
-    train = jobspec.to_dict(proto)["train"]
+    train = jobproto.to_dict(proto)["train"]
     assert (train["accumulate"], train["precision"]) == (1, "fp32")
 
 

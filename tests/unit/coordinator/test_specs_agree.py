@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pipeapi import jobspec, values
+from pipeapi import jobproto, jobspec, values
 from pipeapi import schedules as ours
 from pipeapi.v1 import cluster_pb2, nodes_pb2
 from piped import wire
@@ -73,23 +73,23 @@ def test_both_take_the_same_start_timeouts(seconds):
 
 def message_of(num_bytes, letter):
     """Return a good job that takes `num_bytes` as JSON, filled with `letter` in its environment and params."""
-    message = jobspec.to_proto(jobspec.load_text(text() + b"params: {t: ''}\n", "job.yaml"), environ={})
+    message = jobproto.to_proto(jobspec.load_text(text() + b"params: {t: ''}\n", "job.yaml"), environ={})
     message.env["LONG"] = letter * 1000
-    room, step = num_bytes - jobspec.json_bytes(message), len(json.dumps(letter)) - 2
+    room, step = num_bytes - jobproto.json_bytes(message), len(json.dumps(letter)) - 2
     message.params["t"].string_value = letter * (room // step) + "x" * (room % step)
-    assert jobspec.json_bytes(message) == num_bytes
+    assert jobproto.json_bytes(message) == num_bytes
     return message
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "\n", "\x01", "𝄞"])
 def test_both_take_the_same_number_of_bytes_for_a_whole_job(letter):
     message = message_of(jobspec.MAX_SPEC_BYTES, letter)
-    jobspec.to_proto(jobspec.from_proto(message), environ={})
+    jobproto.to_proto(jobproto.from_proto(message), environ={})
     specs.check(wire.spec_from_proto(message))
     message = message_of(jobspec.MAX_SPEC_BYTES + 1, letter)
     told = "the job: takes 262145 bytes as JSON; the limit is 262144"
     with pytest.raises(jobspec.SpecError, match=told):
-        jobspec.to_proto(jobspec.from_proto(message), environ={})
+        jobproto.to_proto(jobproto.from_proto(message), environ={})
     with pytest.raises(SpecError, match=told):
         specs.check(wire.spec_from_proto(message))
 
@@ -125,9 +125,9 @@ def test_both_take_the_same_jobs_that_leave_a_choice(schedule, per_rank, chunks,
     except jobspec.SpecError:
         assert not fits
     else:
-        message = jobspec.to_proto(job, environ={})
-        assert fits and jobspec.to_dict(message)["pipeline"]["chunks"] == chunks
-        assert jobspec.from_proto(message) == job
+        message = jobproto.to_proto(job, environ={})
+        assert fits and jobproto.to_dict(message)["pipeline"]["chunks"] == chunks
+        assert jobproto.from_proto(message) == job
     listed = tuple(per_rank) if isinstance(per_rank, list) else ()
     number = chunks if isinstance(chunks, int) else 0
     wanted = {"stages": 4, "stages_per_rank": 1 if listed else per_rank, "stages_of_ranks": listed}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeapi import jobspec
+from pipeapi import jobproto, jobspec
 from pipeapi.v1 import cluster_pb2, nodes_pb2
 from piped.node import convert
 from piped.node.attempt_dir import AttemptDir
@@ -20,7 +20,7 @@ def environment(tmp_path: Path, fence: int, **env: str) -> dict[str, str]:
         fence=fence,
         attempt=1,
         phase=nodes_pb2.PHASE_RUN,
-        spec=jobspec.to_proto(job, environ={}),
+        spec=jobproto.to_proto(job, environ={}),
         ranks=[rank],
     )
     (attempt,) = convert.desired_state(nodes_pb2.DesiredState(attempts=[wanted]), 1).attempts
