@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,41 +25,39 @@ from stagekit.run.stats import Recorder
 COMPRESSIONS = {"bf16": torch.bfloat16}  # what gradients may be rounded to on their way
 
 
-class Reducer(Protocol):
-    """Sums one stage's gradients over its replicas, once per step."""
+class Reducer:
+    """Sums one stage's gradients over its replicas, once per step. A step may fail: then `drop` ends it, not `finish`."""
 
-    recorder: Recorder | None
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self.recorder: Recorder | None = None
 
     def begin(self) -> None:
         """A step begins: keep what earlier ones left anywhere but in the parameters' gradients, in case it fails."""
-        ...
 
     def arm(self) -> None:
         """The next backward is the stage's last of the step."""
-        ...
 
     def arm_for(self, waiting: Collection[nn.Parameter]) -> Callable[[nn.Parameter], None]:
         """All gradients are there but those of `waiting`; return what is called as each of them comes."""
-        ...
+        raise BugError(f"the backward of stage {self._stage} is not halved")
 
     def launch_rest(self) -> None:
         """The last backward is over: launch what it left, at this point of the list on every rank alike."""
-        ...
+        raise BugError(f"{type(self).__name__} does not say how it sums")
 
     def abandon(self) -> None:
         """The step failed: join what the other replicas wait for."""
-        ...
+        self.launch_rest()
 
     def finish(self) -> None:
         """Block until the sums are in the parameters' gradients."""
-        ...
 
     def drop(self) -> None:
         """Forget what a failed step left anywhere but in the parameters' gradients: there it is as `begin` found it."""
-        ...
 
 
-class Unhalved:
+class Unhalved(Reducer):
     """A reducer of a stage whose backward is never halved, all done once the last one is over.
 
     Its replicas exchange something before a step's first forward too: at that place of the list on every rank, also where
@@ -67,9 +65,8 @@ class Unhalved:
     """
 
     def __init__(self, stage: int) -> None:
-        self._stage = stage
+        super().__init__(stage)
         self._has_entered = False
-        self.recorder: Recorder | None = None
 
     def begin(self) -> None:
         """A step begins."""
@@ -93,29 +90,8 @@ class Unhalved:
         if self.recorder is not None:
             self.recorder.reduce.append((self._stage, 0, started_ns, monotonic_ns()))
 
-    def arm(self) -> None:
-        """Nothing to prepare."""
 
-    def arm_for(self, waiting: Collection[nn.Parameter]) -> Callable[[nn.Parameter], None]:
-        """Refuse: no weight waits."""
-        raise BugError(f"the backward of stage {self._stage} is not halved")
-
-    def launch_rest(self) -> None:
-        """Sum, at this point of the list on every rank alike."""
-        raise BugError(f"{type(self).__name__} does not say how it sums")
-
-    def abandon(self) -> None:
-        """Join the sum, whatever is there."""
-        self.launch_rest()
-
-    def finish(self) -> None:
-        """Nothing is under way."""
-
-    def drop(self) -> None:
-        """Nothing is kept."""
-
-
-class BucketReducer:
+class BucketReducer(Reducer):
     """Sums one stage's gradients over its replicas. Gradients of earlier steps are set aside and added afterwards."""
 
     def __init__(
@@ -126,12 +102,12 @@ class BucketReducer:
         compress: str = "",
     ) -> None:
         """`compress`: a name of COMPRESSIONS, to which each replica's gradient is rounded; empty: none is."""
-        self._stage, self._group = spec.index, group
+        super().__init__(spec.index)
+        self._group = group
         self._sent_as = COMPRESSIONS.get(compress)
         self._buckets = [[parameters[name] for name in bucket.parameters] for bucket in spec.buckets]
         self._armed = False
         self._flying: list[tuple[Any, Tensor, int]] = []
-        self.recorder: Recorder | None = None
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(self._hook(number))
@@ -143,9 +119,6 @@ class BucketReducer:
                 self._launch_complete()
 
         return ready
-
-    def begin(self) -> None:
-        """All that earlier steps left is in the parameters' gradients."""
 
     def arm(self) -> None:
         """The next backward is this stage's last of the step."""
@@ -203,9 +176,6 @@ class BucketReducer:
         if not self._armed:
             self.arm()
         self.launch_rest()
-
-    def drop(self) -> None:
-        """Nothing is kept."""
 
     def finish(self) -> None:
         """Block until every bucket is summed, and write the sums into the parameters' gradients."""
