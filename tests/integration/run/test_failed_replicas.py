@@ -5,25 +5,13 @@ import time
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import stagekit
 from stagekit.errors import StagekitError
 from stagekit.testing import spawn
+from tests.integration.run.parallelized import KINDS, loss, whole_gradients
 
 WIDTH, ROWS = 8, 12
-
-
-def sharded(module, mesh):
-    return fully_shard(module, mesh=mesh)
-
-
-def wrapped(module, mesh):
-    return DistributedDataParallel(module, process_group=mesh.get_group())
-
-
-KINDS = {"FSDP2": sharded, "DDP": wrapped}
 
 
 class Model(nn.Module):
@@ -37,12 +25,6 @@ class Model(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return self.norm(x)
-
-
-def loss(output, target):
-    if bool((target > 90).any()):
-        raise ValueError("a target beyond reach")
-    return ((output - target) ** 2).mean()
 
 
 def batch(number):
@@ -63,10 +45,6 @@ def deployed(kind, *, is_frozen=False):
 def step(run, x, target):
     rows = slice(run.replica * ROWS // 2, (run.replica + 1) * ROWS // 2)
     return run.step(x[rows], target=target[rows]).loss
-
-
-def whole_gradients(run):
-    return {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for name, p in run.named_parameters()}
 
 
 def accumulated(rank):

@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import StagekitError, UserError
 from stagekit.testing import spawn
+from tests.integration.run.parallelized import wrapped
 
 WIDTH, ROWS, CHUNKS, LAYERS = 8, 16, 4, 8
 ROUNDING = 2.0**-8  # of one conversion to bfloat16, relative: 8 bits of significand
@@ -47,10 +47,6 @@ def pipeline(compress, **options):
         captured(), loss_fn=loss, stages=2, chunks=CHUNKS, schedule="zb-h1", replicas=2, split=["layers.4"],
         buckets={"cap": 300, "first": 200, "compress": compress}, measured=False, **options,
     )  # fmt: skip
-
-
-def wrapped(module, mesh):
-    return DistributedDataParallel(module, process_group=mesh.get_group())
 
 
 def ran(rank):

@@ -5,27 +5,15 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import stagekit
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import StagekitError, UserError
 from stagekit.testing import spawn
+from tests.integration.run.parallelized import KINDS, loss, sharded, whole_gradients
 
 WIDTH, ROWS, CHUNKS, STEPS = 8, 16, 4, 3
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # → stages per rank
-
-
-def sharded(module, mesh):
-    return fully_shard(module, mesh=mesh)
-
-
-def wrapped(module, mesh):
-    return DistributedDataParallel(module, process_group=mesh.get_group())
-
-
-KINDS = {"FSDP2": sharded, "DDP": wrapped}
 
 
 class Model(nn.Module):
@@ -38,12 +26,6 @@ class Model(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
-
-
-def loss(output, target):
-    if bool((target > 90).any()):
-        raise ValueError("a target beyond reach")
-    return ((output - target) ** 2).mean()
 
 
 def valid_rows(target):
@@ -153,9 +135,7 @@ def odd(rank):
         whole = {name: value * 2 for name, value in run.state_dict().items()}
         run.load_state_dict(whole)
         assert all(torch.equal(value, whole[name]) for name, value in run.state_dict().items())
-        results[kind] = {
-            name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in run.named_parameters()
-        }
+        results[kind] = whole_gradients(run)
     run = pipeline("1f1b", sharded, "fp16").deploy()
     results["fp16"] = scales(run, infinite_on=3)
     run = pipeline("1f1b", sharded).deploy()

@@ -1,0 +1,26 @@
+"""What `parallelize` may make of a stage, for the tests of it; and a loss that raises where a test wants it to."""
+
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+def sharded(module, mesh):
+    return fully_shard(module, mesh=mesh)
+
+
+def wrapped(module, mesh):
+    return DistributedDataParallel(module, process_group=mesh.get_group())
+
+
+KINDS = {"FSDP2": sharded, "DDP": wrapped}
+
+
+def loss(output, target):
+    if bool((target > 90).any()):
+        raise ValueError("a target beyond reach")
+    return ((output - target) ** 2).mean()
+
+
+def whole_gradients(run):
+    """Return this rank's gradients by name, none of them sharded."""
+    return {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for name, p in run.named_parameters()}
