@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from stagekit.errors import SplitError
-from stagekit.plan.actions import Op
+from stagekit.plan.actions import Action, Op
 from stagekit.plan.schedules.registry import PerRank, compute_order, is_forward_only, stage_table
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -92,7 +92,11 @@ def chunks_in_flight(schedule: str, stages: int, stages_per_rank: PerRank, chunk
     if is_forward_only(schedule):
         return (1,) * stages
     table = stage_table(schedule, stages, stages_per_rank)
-    orders = compute_order(schedule, table, max(table) + 1, chunks)
+    return held_at_most(compute_order(schedule, table, max(table) + 1, chunks), stages)
+
+
+def held_at_most(orders: Sequence[Sequence[Action]], stages: int) -> tuple[int, ...]:
+    """Return per stage how many chunks of compute lists are at most between their F and their B or W."""
     held, peak = [0] * stages, [0] * stages
     for row in orders:
         for action in row:

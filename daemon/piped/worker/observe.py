@@ -1,6 +1,7 @@
 """What a worker tells of each step: metrics, progress, records on the node, traces of chosen steps.
 
-Reads the executor's timings after a step; decides nothing about training. Called by piped.worker.train.
+Reads the executor's timings after a step, and asks the program what it wants of it; decides nothing about training.
+Called by piped.worker.train and piped.worker.score.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
+import structlog
+
 from piped.metrics import DIRECTIONS, PHASES, WAYS
 from piped.worker.histograms import Samples
 from piped.worker.link import Link
@@ -20,6 +23,8 @@ from stagekit.plan.actions import COMPUTE, Op
 from stagekit.plan.plan import Plan
 from stagekit.run.lane import StepResult
 from stagekit.run.runtime import Run
+
+log = structlog.get_logger()
 
 REPORT_EVERY_S = 1.0
 _PHASE = {Op.F: "forward", Op.B: "backward", Op.I: "backward_input", Op.W: "backward_weight"}
@@ -44,7 +49,7 @@ class Observer:
         self._steps, self._trace_steps = int(spec["train"]["steps"]), frozenset(spec["observe"]["trace_steps"])
         self.samples = Samples()
         self.is_reporter = run.replica == 0 and run.rank == run.placement.last_rank
-        self.tokens = 0  # of the current step's targets, counted by the trainer
+        self._tokens = 0  # of the current step's targets
         self._rows, self._num_batches, self._batches_s = 0, 0, 0.0  # of the current step, those that are over
         self._sent_at = float("-inf")
         self._records = (folder / "steps.jsonl").open("w") if self.is_reporter else None
@@ -172,8 +177,8 @@ class Observer:
 
     def _observe_job(self, step: int, loss: float, step_s: float, replicas: int) -> dict[str, float]:
         samples = self.samples
-        rows, tokens = self._rows * replicas, (self.tokens or self._rows) * replicas
-        self.tokens = 0
+        rows, tokens = self._rows * replicas, (self._tokens or self._rows) * replicas
+        self._tokens = 0
         samples.add("piped_steps", 1)
         samples.add("piped_samples", rows)
         samples.add("piped_tokens", tokens)
@@ -193,6 +198,25 @@ class Observer:
     def send_metrics(self) -> None:
         """Send everything measured so far."""
         self._link.send("metrics", samples=self.samples.snapshot())
+
+    # ---- what the program is asked
+
+    def count_tokens(self, program: Any) -> None:
+        """Add the tokens of the batch that ran last to the step's, as the program counts them."""
+        if self.is_reporter and hasattr(program, "tokens"):
+            self._tokens += sum(int(program.tokens(target)) for target in self._run.chunk_targets)
+
+    def is_stopped(self, program: Any, step: int, metrics: dict[str, float]) -> bool:
+        """Hand a finished step (its number from 1) to the program's `on_step`; say on every rank alike whether it stops
+        the job. Called on every rank.
+        """
+        if not hasattr(program, "on_step"):
+            return False
+        stop = self.is_reporter and bool(program.on_step(step - 1, metrics))
+        if not self._run.groups.any_of_world(stop):
+            return False
+        log.info("stopped_by_program", step=step)
+        return True
 
     # ---- traces
 

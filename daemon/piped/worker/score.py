@@ -35,7 +35,6 @@ class Scoring:
 
     def run_steps(self) -> None:
         """Score until the data ends, the job's steps are done or the program's `on_step` says stop."""
-        has_hook = hasattr(self._program, "on_step")
         while self.step < int(self._job.spec["train"]["steps"]):
             batch = None if self._batches is None else next(self._batches, None)
             have = self._run.groups.replicas_that(batch is not None)
@@ -45,9 +44,7 @@ class Scoring:
             if not all(have) and not self.step:
                 raise UserError(f"batches() of replica {have.index(False)} yielded nothing; each replica needs a batch")
             metrics = self.run_step(batch, have)
-            stop = has_hook and self._observer.is_reporter and bool(self._program.on_step(self.step - 1, metrics))
-            if has_hook and self._run.groups.any_of_world(stop):  # every rank ends after the same step
-                log.info("stopped_by_program", step=self.step)
+            if self._observer.is_stopped(self._program, self.step, metrics):
                 return
 
     def run_step(self, batch: Batch | None, have: list[bool]) -> dict[str, float]:
@@ -66,8 +63,7 @@ class Scoring:
         self.step, self.loss = self.step + 1, result.loss
         if not have[run.replica]:
             return observer.after_pass(self.step, step_s=scored - started)
-        if observer.is_reporter and hasattr(self._program, "tokens"):
-            observer.tokens = sum(int(self._program.tokens(target)) for target in run.chunk_targets)
+        observer.count_tokens(self._program)
         metrics = observer.after_step(
             self.step, result, step_s=scored - started, optimizer_s=0.0, num_replicas=sum(have)
         )

@@ -242,18 +242,11 @@ class Training:
 
     def run_steps(self) -> None:
         """Train until the job's steps are done or the program's `on_step` says stop."""
-        has_hook = hasattr(self._program, "on_step")
         for _ in range(int(self._job.spec["train"]["steps"])):
             metrics = self.run_step()
             if (every := self._job.spec["train"]["eval_every"]) and self.step % every == 0:
                 metrics |= self.evaluate()
-            stop = (
-                bool(self._program.on_step(self.step - 1, metrics))
-                if has_hook and self._observer.is_reporter
-                else False
-            )
-            if has_hook and self._run.groups.any_of_world(stop):  # every rank ends after the same step
-                log.info("stopped_by_program", step=self.step)
+            if self._observer.is_stopped(self._program, self.step, metrics):
                 return
 
     def run_step(self) -> dict[str, float]:
@@ -288,8 +281,7 @@ class Training:
                 result = run.step(*batch.args, target=batch.target, **batch.kwargs) if batch is not None else run.step()
             total += result.loss
             seconds += perf_counter() - started
-            if observer.is_reporter and hasattr(self._program, "tokens"):
-                observer.tokens += sum(int(self._program.tokens(target)) for target in run.chunk_targets)
+            observer.count_tokens(self._program)
             if left:
                 observer.after_batch(result, perf_counter() - started)
         self.loss = total / self._accumulate

@@ -14,7 +14,7 @@ from stagekit.plan.actions import COMPUTE, Op
 from stagekit.plan.costs import Costs
 from stagekit.plan.forecast import forecast
 from stagekit.plan.lowering import receive_window
-from stagekit.plan.memory import Memory, in_units
+from stagekit.plan.memory import Memory, held_at_most, in_units
 from stagekit.plan.partition import partition
 from stagekit.plan.plan import Plan
 from stagekit.plan.planner.candidates import Candidate, Outcome, Wish
@@ -183,7 +183,7 @@ class _Search:
         cap, footprint = self._setting.memory_bytes, chain.footprint
         if self._given is not None or cap is None or footprint is None:
             return found
-        flying = in_flight(found.orders, len(found.stage_ranks))
+        flying = held_at_most(found.orders, len(found.stage_ranks))
         memory = Memory(footprint.held, flying, cap / candidate.stages_per_rank, footprint.workspace_bytes)
         try:
             begins = self._partition(chain, found.stage_ranks, halved, memory)
@@ -208,16 +208,6 @@ def orders_of(candidate: Candidate, stage_ranks: tuple[int, ...], costs: Costs) 
     ranks = max(stage_ranks) + 1
     limit = candidate.memory_limit
     return compute_order(candidate.schedule, stage_ranks, ranks, candidate.chunks, costs=costs, memory_limit=limit)
-
-
-def in_flight(orders: Orders, stages: int) -> tuple[int, ...]:
-    """Return per stage how many chunks are at most between their F and their B or W."""
-    held, peak = [0] * stages, [0] * stages
-    for row in orders:
-        for action in row:
-            held[action.stage] += 1 if action.op is Op.F else -1 if action.op is not Op.I else 0
-            peak[action.stage] = max(peak[action.stage], held[action.stage])
-    return tuple(peak)
 
 
 def _has_halves(candidate: Candidate, stage_ranks: tuple[int, ...]) -> bool:
