@@ -26,7 +26,6 @@ def job(name, output, *, batch, windows, **pipeline):
 
 def unsplit(output, *, batch, windows, replica=0, replicas=1):
     """What the model alone gives for the same batches, chunk by chunk."""
-    torch.set_num_threads(1)
     program = embed.Program(**SIZES, output=str(output), batch=batch, num_windows=windows)
     program.chunks = CHUNKS
     torch.manual_seed(SEED)

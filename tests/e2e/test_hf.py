@@ -28,7 +28,6 @@ def job(program, data, *, source=None, **more):
 
 def plain(folder, data, *, from_files):
     """Losses of transformers' own model in a loop that knows nothing of pipelines."""
-    torch.set_num_threads(1)
     program = load_program(f"hf:{folder}", job("", str(data))["params"])
     if from_files:
         import transformers

@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests.e2e.programs import broken
@@ -63,7 +62,6 @@ def test_replicas_on_four_hosts_train_over_the_data_interface_as_one_process_doe
     assert {worker["node_name"] for worker in found(pipectl, "wide")["workers"]} == {"a", "b", "c", "d"}
     said = [line.partition("] ")[2] for line in pipectl("logs", "wide").stdout.splitlines()]
     logs = [json.loads(text) for text in said if text.startswith("{")]  # torch's own lines are not
-    torch.set_num_threads(1)
     losses, _ = reference.train(broken.Fine(), steps=STEPS, chunks=4, seed=SEED, replicas=2)
     told = [line["loss"] for line in logs if line.get("event") == "step"]
     assert told == pytest.approx(losses, abs=1e-4)  # the log rounds

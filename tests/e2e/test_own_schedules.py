@@ -28,7 +28,6 @@ def job(name, folder, **pipeline):
 
 @pytest.fixture(scope="module")
 def plain():
-    torch.set_num_threads(1)
     return reference.train(gpt.Program(**SIZES), steps=STEPS, chunks=4, seed=SEED)
 
 

@@ -47,7 +47,6 @@ def test_a_plain_class_trains_with_its_scheduler_until_it_says_stop(cluster, tmp
     assert len(cluster.losses(ended.job_id)) == 4
     (folder,) = [path for path in (tmp_path / "saved").iterdir() if path.name.startswith("step_")]
     assert folder.name.startswith("step_4.")
-    torch.set_num_threads(1)
     state = checkpoint.load(folder)
     assert [name for name, value in plain_loop().items() if not torch.equal(value, state[name])] == []
 

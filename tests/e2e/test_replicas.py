@@ -64,7 +64,6 @@ def test_the_first_all_reduce_starts_before_the_stages_last_backward_ends(ended)
 
 def test_losses_and_weights_equal_the_plain_loop_over_both_replicas_data(ended):
     _, _, losses, folder = ended
-    torch.set_num_threads(1)
     expected, weights = reference.train(gpt.Program(**PARAMS), steps=STEPS, chunks=CHUNKS, seed=SEED, replicas=2)
     assert losses == pytest.approx(expected, rel=1e-5)
     (step,) = folder.glob("step_*")

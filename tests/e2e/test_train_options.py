@@ -45,7 +45,6 @@ def lines(cluster, job_id, event):
 def test_sharded_stages_accumulate_batches_as_one_process_does_and_are_saved_whole(cluster, tmp_path):
     spec = job("sharded", "Sharded", {"replicas": 2}, tmp_path / "saved", accumulate=2)
     ended = cluster.run(spec)
-    torch.set_num_threads(1)
     losses, weights = reference.train(broken.Fine(), steps=STEPS, chunks=CHUNKS, seed=SEED, replicas=2, accumulate=2)
     assert cluster.losses(ended.job_id) == pytest.approx(losses, rel=1e-6)
     state = saved(tmp_path / "saved")
@@ -114,7 +113,6 @@ def test_fp16_equals_autocast_and_a_scaler_in_one_process_also_where_a_step_over
         "fp16", "Overflows", {"schedule": "zb-h1"}, tmp_path / "saved", accumulate=2, precision="fp16", log_every=1
     )
     ended = cluster.run(spec)
-    torch.set_num_threads(1)
     losses, scales, weights = in_fp16()
     assert scales == [65536.0, 32768.0, 32768.0, 32768.0]
     assert [line["loss_scale"] for line in lines(cluster, ended.job_id, "step")] == scales

@@ -37,7 +37,6 @@ def saved(folder):
 @pytest.fixture(scope="module")
 def plain():
     """Losses and weights of the plain loop, by example."""
-    torch.set_num_threads(1)
 
     def run(name, steps):
         module, params, pipeline = CASES[name]
