@@ -1,23 +1,42 @@
 """Documents that are generated from code and committed: written anew, or compared with `--check`.
 
-The job file's JSON Schema. (Dashboards have a generator of their own in deploy/grafana.)
+The job file's JSON Schema, and the tables of states in piped.core's README. (Dashboards have a generator of their own in deploy/grafana.)
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeapi.jobspec import JobFile
+from piped.core import attempts, jobs, nodes
 
 ROOT = Path(__file__).resolve().parent.parent
+CORE_README = ROOT / "daemon/piped/core/README.md"
 
 
 def documents() -> dict[Path, str]:
     """Return what each generated file must hold."""
     schema = json.dumps(JobFile.model_json_schema(), indent=2) + "\n"
-    return {ROOT / "proto/pipeapi/job.schema.json": schema}
+    readme = CORE_README.read_text()
+    for name, rows in {"job": jobs.NEXT, "attempt": attempts.NEXT, "node": nodes.NEXT}.items():
+        head, begin, rest = readme.partition(f"<!-- {name} states -->\n")
+        _old, end, tail = rest.partition("\n<!-- end -->")
+        readme = f"{head}{begin}{state_table(rows)}{end}{tail}"
+    return {ROOT / "proto/pipeapi/job.schema.json": schema, CORE_README: readme}
+
+
+def state_table(rows: Mapping[Any, frozenset[Any]]) -> str:
+    """Return the legal steps as a Markdown table, in the order of their enum."""
+    order = list(type(next(iter(rows))))
+    lines = ["| from | to |", "|---|---|"]
+    for state in order:
+        following = ", ".join(each.value for each in order if each in rows[state])
+        lines.append(f"| {state.value} | {following or '— (terminal)'} |")
+    return "\n".join(lines)
 
 
 def main() -> int:

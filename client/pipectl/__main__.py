@@ -20,6 +20,10 @@ COMMANDS = {
     "logs": ("logs", "Print what workers wrote."),
     "wait": ("wait", "Wait for a job; the exit code says how it ended."),
     "cancel": ("cancel", "Cancel a job."),
+    "cordon": ("node", "Keep new work from a node."),
+    "uncordon": ("node", "Open a node to new work again; ends a drain, too."),
+    "drain": ("node", "Empty a node: no new work, and what still runs at the deadline is stopped."),
+    "forget": ("node", "Give up a lost node for good: its slots are freed, its unfinished ranks are lost."),
     "events": ("events", "Print what happened to a job, or to everything."),
     "version": ("version", "Print versions of client and coordinator."),
 }

@@ -106,6 +106,17 @@ class Coordinator:
         """Return the registered nodes."""
         return list(self.call(self.cluster.ListNodes, cluster_pb2.ListNodesRequest()).nodes)
 
+    def patiently(self, call: Callable[[], T]) -> T:
+        """Return what `call` does; a coordinator that went away is waited for, as a watch does."""
+        deadline_s = time.monotonic() + OUTAGE_S
+        while True:
+            try:
+                return call()
+            except CommandError as error:
+                if error.exit_code != Exit.UNREACHABLE or time.monotonic() > deadline_s:
+                    raise
+            time.sleep(0.5)
+
     def submit(self, spec: spec_pb2.JobSpec) -> str:
         """Submit once, whatever the network does in between; return the job id."""
         request = jobs_pb2.SubmitRequest(request_id=str(uuid.uuid4()), spec=spec)

@@ -66,6 +66,18 @@ def node_state_name(node: cluster_pb2.Node) -> str:
     return cluster_pb2.NodeState.Name(node.state).removeprefix("NODE_STATE_")
 
 
+def node_flags(node: cluster_pb2.Node) -> str:
+    """Return why a node takes no new work, with who, why and when; "open" if it does."""
+    flags = []
+    for name, flag in (("drained", node.drain), ("cordoned", node.cordon)):
+        if flag.who:
+            why = f": {flag.why}" if flag.why else ""
+            flags.append(f"{name} by {flag.who} {age(flag.at)} ago{why}")
+    if node.HasField("drain"):
+        flags.append("empty" if not node.attempts else f"waits for {', '.join(each.name for each in node.attempts)}")
+    return safe("; ".join(flags) or "open")
+
+
 def worker_state_name(worker: jobs_pb2.Worker) -> str:
     """Return JOINED, "EXITED 1", "EXITED SIGKILL", …"""
     name = jobs_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")

@@ -4,6 +4,7 @@ PipedError
 ├── UserError                 fix the request
 │   ├── SpecError             the job spec: carries the fields and what is wrong with each
 │   ├── NotFoundError         no such job, artifact or node
+│   ├── WrongStateError       what is asked does not fit the state that the thing is in
 │   ├── ConflictError         a name or a request id is taken: carries what holds it
 │   └── TooLargeError         over a limit that the text names
 ├── NodeError                 fix the machine
@@ -55,6 +56,12 @@ class NotFoundError(UserError):
     """Nothing has that id or name."""
 
     reason = "NOT_FOUND"
+
+
+class WrongStateError(UserError):
+    """What is asked does not fit the present state; the text says what does."""
+
+    reason = "WRONG_STATE"
 
 
 class ConflictError(UserError):

@@ -7,7 +7,7 @@ or an `UNSPECIFIED` value, and its reader decides. Called by `coordinator.servic
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -283,8 +283,9 @@ def _failure_to_proto(failure: Failure) -> jobs_pb2.Failure:
     )
 
 
-def node_to_proto(node: Node, *, slots_used: int, lease_age_s: float) -> cluster_pb2.Node:
-    return cluster_pb2.Node(
+def node_to_proto(node: Node, held: Iterable[tuple[Attempt, str]], *, lease_age_s: float) -> cluster_pb2.Node:
+    """Return what clients see of a node. `held` are the attempts that hold its slots, each with its job's name."""
+    message = cluster_pb2.Node(
         node_id=node.node_id,
         node_name=node.node_name,
         state=NODE_STATES[node.state],
@@ -293,9 +294,19 @@ def node_to_proto(node: Node, *, slots_used: int, lease_age_s: float) -> cluster
         data_address=node.data_address,
         metrics_address=node.metrics_address,
         slots=[slot_to_proto(each) for each in node.slots],
-        slots_used=slots_used,
         lease_age_s=lease_age_s,
     )
+    for attempt, name in held:
+        num_slots = sum(each.node_id == node.node_id for each in attempt.placement)
+        state = attempt.state.value
+        message.attempts.add(fence=attempt.fence, job_id=attempt.job_id, name=name, state=state, slots=num_slots)
+        message.slots_used += num_slots
+    if (cordon := node.cordon) is not None:
+        message.cordon.CopyFrom(cluster_pb2.Cordon(who=cordon.who, why=cordon.why, at=timestamp(cordon.at_s)))
+    if (drain := node.drain) is not None:
+        at, deadline = timestamp(drain.at_s), timestamp(drain.at_s + drain.within_s)
+        message.drain.CopyFrom(cluster_pb2.Drain(who=drain.who, why=drain.why, at=at, deadline=deadline))
+    return message
 
 
 def record_to_proto(record: Record) -> jobs_pb2.Event:

@@ -72,12 +72,12 @@ def _show_nodes(nodes: list[cluster_pb2.Node], form: str, *, single: bool) -> No
         for node in nodes:
             click.echo(node.node_name)
     else:
-        header = ["NODE", "STATE", "SLOTS", "USED", "LEASE AGE"]
+        header = ["NODE", "STATE", "SLOTS", "USED", "LEASE AGE", "NEW WORK"]
         header += ["VERSION", "DATA", "METRICS", "ID"] if form == "wide" else []
         rows = []
         for node in nodes:
             row: list[object] = [node.node_name, output.node_state_name(node), len(node.slots), node.slots_used]
-            row.append(f"{node.lease_age_s:.1f}s")
+            row += [f"{node.lease_age_s:.1f}s", output.node_flags(node)]
             if form == "wide":
                 row += [node.version, node.data_address, node.metrics_address, node.node_id]
             rows.append(row)

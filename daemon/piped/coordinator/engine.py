@@ -16,12 +16,13 @@ import structlog
 
 from piped.core import effects as fx
 from piped.core import machine
-from piped.core.events import Event, PlacementDue, StartDeadlinePassed
+from piped.core.events import DrainDeadlinePassed, Event, PlacementDue, StartDeadlinePassed
 from piped.core.model import Record, State
 from piped.errors import BugError, PipedError, UnavailableError
 
 MAX_BATCH = 256
 _DEADLINE_RETRY_S = 1.0
+Deadline = StartDeadlinePassed | DrainDeadlinePassed
 log = structlog.get_logger("coordinator")
 
 
@@ -71,7 +72,7 @@ class Engine:
         self.is_storing = True  # False while the disk refuses commits: nothing changes, running jobs go on
         self._store = store
         self._inbox: asyncio.Queue[_Posted | None] = asyncio.Queue()  # None: no more will come
-        self._deadlines: dict[int, asyncio.TimerHandle] = {}
+        self._deadlines: dict[Deadline, asyncio.TimerHandle] = {}
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._has_ended = False
 
@@ -95,7 +96,7 @@ class Engine:
     async def run(self) -> None:
         """Decide and store until `finish`. Begins with the effects that an earlier process left open."""
         try:
-            self._perform(fx.pending(self.state))
+            self._perform(fx.pending(self.state, time.time()))
             is_open = True
             while is_open:
                 posted = [await self._inbox.get()]
@@ -165,26 +166,30 @@ class Engine:
                 case fx.PlaceQueued():
                     pass  # done before the commit
                 case fx.ArmStartDeadline(fence, after_s):
-                    self._arm(fence, after_s)
+                    self._arm(StartDeadlinePassed(fence), after_s)
+                case fx.ArmDrainDeadline(node_id, after_s):
+                    self._arm(DrainDeadlinePassed(node_id), after_s)
                 case fx.SendDesired(node_id) if self.links is not None:
                     self.links.send_desired(node_id)
                 case fx.CloseSession(node_id, reason) if self.links is not None:
                     self.links.close_session(node_id, reason)
 
-    def _arm(self, fence: int, after_s: float) -> None:
-        if fence in self._deadlines:
-            self._deadlines[fence].cancel()
+    def _arm(self, event: Deadline, after_s: float) -> None:
+        if event in self._deadlines:
+            self._deadlines[event].cancel()
 
         def passed() -> None:
-            del self._deadlines[fence]
-            self.post_later(StartDeadlinePassed(fence)).add_done_callback(decided)
+            del self._deadlines[event]
+            self.post_later(event).add_done_callback(decided)
 
         def decided(done: asyncio.Future[State]) -> None:
             is_refused = not done.cancelled() and isinstance(done.exception(), UnavailableError)
-            if is_refused and fence not in self._deadlines and not self._has_ended:
-                self._arm(fence, _DEADLINE_RETRY_S)  # the disk is full: without this the attempt had none any more
+            if is_refused and event not in self._deadlines and not self._has_ended:
+                self._arm(
+                    event, _DEADLINE_RETRY_S
+                )  # the disk is full: without this there would be no deadline any more
 
-        self._deadlines[fence] = asyncio.get_running_loop().call_later(after_s, passed)
+        self._deadlines[event] = asyncio.get_running_loop().call_later(after_s, passed)
 
 
 def _decide(batch: _Batch, posted: _Posted) -> None:

@@ -31,7 +31,7 @@ class FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every family; each state has a sample, also at 0."""
         state = self._engine.state
-        live_nodes = [node for node in state.nodes.values() if node.state is not NodeState.LOST]
+        live_nodes = [node for node in state.nodes.values() if not node.is_gone]
         yield _by_state(
             "piped_coordinator_jobs",
             "Jobs by state.",
@@ -44,7 +44,7 @@ class FleetCollector(Collector):
         )
         num_used = len(state.reservations)
         num_live = sum(len(node.slots) for node in live_nodes)
-        num_used_live = sum(state.nodes[node_id].state is not NodeState.LOST for node_id, _slot in state.reservations)
+        num_used_live = sum(not state.nodes[node_id].is_gone for node_id, _slot in state.reservations)
         yield _by_state(
             "piped_node_slots",
             "Slots of the fleet; used ones may be on a lost node.",
@@ -108,7 +108,7 @@ class HttpSide:
         targets = [
             {"targets": [each.metrics_address], "labels": {"node": each.node_name}}
             for each in nodes
-            if each.state is not NodeState.LOST and each.metrics_address
+            if not each.is_gone and each.metrics_address
         ]
         own = {"targets": [self.own_address], "labels": {"component": "coordinator"}}
         return web.json_response([own, *targets])

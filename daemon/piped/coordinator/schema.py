@@ -14,6 +14,8 @@ from typing import Any
 from piped.core.model import (
     Attempt,
     AttemptState,
+    Cordon,
+    Drain,
     Failure,
     FailureReason,
     Job,
@@ -28,8 +30,9 @@ from piped.core.model import (
     WorkerState,
 )
 
-VERSION = 1
+VERSION = 2
 
+# Of version 1; a new store is brought up by MIGRATIONS like an old one.
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE nodes (
@@ -69,18 +72,34 @@ CREATE INDEX events_of_job ON events (job_id, event_seq);
 CREATE TABLE artifacts (sha256 TEXT PRIMARY KEY, size_bytes INTEGER NOT NULL, at_s REAL NOT NULL) STRICT;
 """
 
+MIGRATIONS = {  # the statements that bring a store from the version before to this one
+    2: """
+ALTER TABLE nodes ADD COLUMN cordon TEXT;
+ALTER TABLE nodes ADD COLUMN "drain" TEXT;
+DROP INDEX one_live_node_per_name;
+CREATE UNIQUE INDEX one_live_node_per_name ON nodes (node_name) WHERE state NOT IN ('lost', 'fenced');
+DROP INDEX one_live_attempt_per_job;
+CREATE UNIQUE INDEX one_live_attempt_per_job ON attempts (job_id)
+  WHERE state NOT IN ('succeeded', 'failed', 'cancelled', 'aborted', 'preempted')
+""",
+}
+
 Row = dict[str, Any]
 
 
 def node_row(node: Node) -> Row:
     row = {name: getattr(node, name) for name in ("node_id", "node_name", "host_key", "incarnation", "version")}
     row |= {"data_address": node.data_address, "metrics_address": node.metrics_address, "state": node.state.value}
+    row |= {"cordon": _json(node.cordon), "drain": _json(node.drain)}
     return row | {"slots": json.dumps([asdict(each) for each in node.slots])}
 
 
 def node_from(row: Row) -> Node:
     slots = tuple(Slot(**each) for each in json.loads(row["slots"]))
-    return Node(**{**row, "state": NodeState(row["state"]), "slots": slots})
+    row |= {"state": NodeState(row["state"]), "slots": slots}
+    row["cordon"] = Cordon(**json.loads(row["cordon"])) if row["cordon"] else None
+    row["drain"] = Drain(**json.loads(row["drain"])) if row["drain"] else None
+    return Node(**row)
 
 
 def job_row(job: Job) -> Row:
@@ -89,7 +108,7 @@ def job_row(job: Job) -> Row:
     scalars = ("job_id", "submit_seq", "submitted_s", "pending_reason", "attempt", "fence", "aborts", "event_seq")
     row = {name: getattr(job, name) for name in (*scalars, "started_s", "finished_s")}
     row |= {"name": job.spec.name, "state": job.state.value, "spec": json.dumps(spec), "payload": payload}
-    return row | {"failure": _failure_text(job.failure)}
+    return row | {"failure": _json(job.failure)}
 
 
 def job_from(row: Row) -> Job:
@@ -108,7 +127,7 @@ def attempt_row(attempt: Attempt) -> Row:
     row |= {"state": attempt.state.value, "outcome": attempt.outcome.value if attempt.outcome else None}
     return row | {
         "prepared_nodes": json.dumps(sorted(attempt.prepared_nodes)),
-        "verdict": _failure_text(attempt.verdict),
+        "verdict": _json(attempt.verdict),
     }
 
 
@@ -165,8 +184,8 @@ def worker_from(row: Row) -> Worker:
     )
 
 
-def _failure_text(failure: Failure | None) -> str | None:
-    return json.dumps(asdict(failure)) if failure else None
+def _json(value: Cordon | Drain | Failure | None) -> str | None:
+    return json.dumps(asdict(value)) if value else None
 
 
 def _failure_from(text: str | None) -> Failure | None:

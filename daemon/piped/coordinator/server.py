@@ -26,16 +26,17 @@ from piped.config import CoordinatorConfig, parse_address
 from piped.coordinator import store as stores
 from piped.coordinator.artifacts import ArtifactFiles, ArtifactService
 from piped.coordinator.bulk import BulkLinks
+from piped.coordinator.cluster import ClusterService
 from piped.coordinator.engine import Engine
 from piped.coordinator.http import FleetCollector, HttpSide
 from piped.coordinator.progress import ProgressBoard
-from piped.coordinator.services import ClusterService, JobService
+from piped.coordinator.services import JobService
 from piped.coordinator.sessions import NodeService, boottime_s
 from piped.coordinator.status import Edge
 from piped.coordinator.tasks import Closing
 from piped.core import liveness
 from piped.core.events import CoordinatorStarted
-from piped.core.model import NodeState, State
+from piped.core.model import State
 from piped.errors import NodeError, UnavailableError
 from piped.systemd import notify, watchdog_interval_s
 
@@ -100,7 +101,7 @@ class Coordinator:
 
     def _build_nodes(self, state: State) -> tuple[NodeService, ProgressBoard, BulkLinks]:
         config, board, bulk = self._config, ProgressBoard(), BulkLinks()
-        has_fleet = any(each.state is not NodeState.LOST for each in state.nodes.values())
+        has_fleet = any(not each.is_gone for each in state.nodes.values())
         grace_s = config.lease_ttl_s + liveness.RESTART_GRACE_S if has_fleet else 0.0
         started_s = boottime_s()
         leases = liveness.Leases(config.lease_ttl_s, last_tick_s=started_s, not_before_s=started_s + grace_s)

@@ -1,4 +1,4 @@
-"""What clients call: jobs and the fleet. Reads the state, posts events, decides nothing.
+"""What clients call about jobs. Reads the state, posts events, decides nothing.
 
 A job is named by its id, or by its name, which means the newest job of that name.
 """
@@ -9,16 +9,14 @@ import asyncio
 import difflib
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator
 
-from pipeapi.v1 import cluster_pb2, cluster_pb2_grpc, jobs_pb2, jobs_pb2_grpc, spec_pb2
+from pipeapi.v1 import jobs_pb2, jobs_pb2_grpc, spec_pb2
 from piped import wire
 from piped.coordinator.artifacts import ArtifactFiles
 from piped.coordinator.bulk import BulkLinks, FileName
 from piped.coordinator.engine import Engine
 from piped.coordinator.progress import ProgressBoard
-from piped.coordinator.sessions import NodeService
 from piped.coordinator.store import Store
 from piped.coordinator.tasks import Closing, merge
 from piped.core import placement, specs
@@ -123,7 +121,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
                     async for each in self._logs(attempt, request):
                         yield each
                     attempt = self._engine.state.attempts[shown_fence]
-                    if attempt.outcome is not AttemptState.ABORTED:
+                    if attempt.outcome not in (AttemptState.ABORTED, AttemptState.PREEMPTED):
                         return
                 elif not request.follow or job.is_terminal:
                     return
@@ -191,37 +189,3 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
 def _file(attempt: Attempt, rank: int, kind: str) -> FileName:
     placed = attempt.placement[rank]
     return FileName(placed.node_id, placed.node_name, attempt.fence, rank, kind)
-
-
-class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
-    """The fleet and this coordinator's identity."""
-
-    def __init__(self, engine: Engine, nodes: NodeService, *, version: str, http_address: str) -> None:
-        self._engine, self._nodes = engine, nodes
-        self._version, self._http_address = version, http_address
-
-    async def ListNodes(
-        self, _request: cluster_pb2.ListNodesRequest, _context: object
-    ) -> cluster_pb2.ListNodesResponse:
-        state = self._engine.state
-        used = Counter(node_id for node_id, _slot in state.reservations)
-        nodes = sorted(state.nodes.values(), key=lambda each: each.node_name)
-        return cluster_pb2.ListNodesResponse(
-            nodes=[
-                wire.node_to_proto(
-                    each, slots_used=used[each.node_id], lease_age_s=self._nodes.lease_age_s(each.node_id)
-                )
-                for each in nodes
-            ]
-        )
-
-    async def GetVersion(
-        self, _request: cluster_pb2.GetVersionRequest, _context: object
-    ) -> cluster_pb2.GetVersionResponse:
-        state = self._engine.state
-        return cluster_pb2.GetVersionResponse(
-            version=self._version,
-            cluster_id=state.cluster_id,
-            coordinator_epoch=state.epoch,
-            http_address=self._http_address,
-        )

@@ -25,7 +25,7 @@ from piped.coordinator.tasks import first_of, write
 from piped.core import desired
 from piped.core.events import LeaseExpired, NodeDisconnected
 from piped.core.liveness import Leases
-from piped.core.model import Node, NodeState
+from piped.core.model import Node
 from piped.errors import BugError, LeaseLost, PipedError, RegistrationRefused, UnavailableError
 
 HELLO_DEADLINE_S = 10.0
@@ -101,7 +101,7 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
         while True:
             await asyncio.sleep(self._beat_s / 4)
             nodes = self._engine.state.nodes
-            live = [each.node_id for each in nodes.values() if each.state is not NodeState.LOST]
+            live = [each.node_id for each in nodes.values() if not each.is_gone]
             for node_id in self._leases.tick(live, boottime_s()):
                 try:
                     await self._engine.post(LeaseExpired(node_id, nodes[node_id].incarnation))

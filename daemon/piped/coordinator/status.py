@@ -18,6 +18,7 @@ from piped import errors
 CODES: dict[type[errors.PipedError], grpc.StatusCode] = {  # the first row that fits the error's type counts
     errors.SpecError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
+    errors.WrongStateError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ConflictError: grpc.StatusCode.ALREADY_EXISTS,
     errors.TooLargeError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UserError: grpc.StatusCode.INVALID_ARGUMENT,

@@ -95,19 +95,35 @@ class Store:
             raise NodeError(
                 f"{self._path} has schema {version}, this program knows {schema.VERSION}; start the newer program"
             )
+        if 0 < version < schema.VERSION:
+            self._back_up(version)
         with self._transaction() as db:
             if version == 0:
-                for statement in schema.TABLES.split(";"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {schema.VERSION}")
+                _execute(db, schema.TABLES)
                 start = {"cluster_id": str(uuid.uuid4()), "epoch": "0", "event_seq": "0", "last_fence": "0"}
                 db.executemany("INSERT INTO meta VALUES (?, ?)", start.items())
+            for number in range(max(1, version) + 1, schema.VERSION + 1):
+                _execute(db, schema.MIGRATIONS[number])
+            db.execute(f"PRAGMA user_version = {schema.VERSION}")
             db.execute("UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'epoch'")
             db.execute("DELETE FROM submissions WHERE at_s < ?", (now_s - SUBMISSION_KEPT_S,))
             db.execute("DELETE FROM events WHERE at_s < ?", (now_s - EVENTS_KEPT_S,))
         state = self._load()
         invariants.check(state)
         return state
+
+    def _back_up(self, version: int) -> None:
+        """Keep the file as it was beside it. A copy from an earlier try is replaced: nothing was migrated then."""
+        copy = self._path.with_suffix(f".db.v{version}")
+        copy.unlink(missing_ok=True)
+        try:
+            self._connection.execute("VACUUM INTO ?", (str(copy),))
+        except sqlite3.OperationalError as error:
+            raise NodeError(
+                f"{self._path} has schema {version} and must be migrated to {schema.VERSION}, but its backup {copy} "
+                f"can't be written ({error}); free space there and start again"
+            ) from error
+        copy.chmod(0o600)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -174,13 +190,18 @@ class Store:
             self._db = None
 
 
+def _execute(db: sqlite3.Connection, statements: str) -> None:
+    for statement in statements.split(";"):
+        db.execute(statement)
+
+
 def _write(db: sqlite3.Connection, before: State, after: State) -> None:
     """Write what differs, in an order that keeps every constraint true at every statement."""
     for key in ("event_seq", "last_fence"):
         db.execute("UPDATE meta SET value = ? WHERE key = ?", (str(getattr(after, key)), key))
     freed = [key for key in before.reservations if after.reservations.get(key) != before.reservations[key]]
     db.executemany("DELETE FROM reservations WHERE node_id = ? AND slot_index = ?", freed)
-    nodes = sorted(_changed(before.nodes, after.nodes), key=lambda each: each.state.value != "lost")
+    nodes = sorted(_changed(before.nodes, after.nodes), key=lambda each: not each.is_gone)
     _upsert(db, "nodes", ("node_id",), [schema.node_row(each) for each in nodes])
     jobs = sorted(_changed(before.jobs, after.jobs), key=lambda each: not each.is_terminal)
     _upsert(db, "jobs", ("job_id",), [schema.job_row(each) for each in jobs])

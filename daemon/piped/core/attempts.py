@@ -17,7 +17,6 @@ from piped.core.model import (
     AttemptState,
     Job,
     JobState,
-    NodeState,
     RankPlacement,
     Worker,
     WorkerState,
@@ -31,11 +30,12 @@ NEXT: dict[AttemptState, frozenset[AttemptState]] = {  # what is not in a row is
     _A.PREPARED: frozenset({_A.COMMITTED}),
     _A.COMMITTED: frozenset({_A.RUNNING, _A.STOPPING}),
     _A.RUNNING: frozenset({_A.STOPPING}),
-    _A.STOPPING: frozenset({_A.SUCCEEDED, _A.FAILED, _A.CANCELLED, _A.ABORTED}),
+    _A.STOPPING: frozenset({_A.SUCCEEDED, _A.FAILED, _A.CANCELLED, _A.ABORTED, _A.PREEMPTED}),
     _A.SUCCEEDED: frozenset(),
     _A.FAILED: frozenset(),
     _A.CANCELLED: frozenset(),
     _A.ABORTED: frozenset(),
+    _A.PREEMPTED: frozenset(),
 }
 IGNORED = "ignored: the node holds no live rank of that fence"
 _ORDER = {each: index for index, each in enumerate(WorkerState)}
@@ -75,10 +75,20 @@ def cancel(draft: Draft, job: Job) -> bool:
         jobs.start_cancelling(draft, job)
         _stop(draft, attempt, _A.CANCELLED, "cancelled by request", grace_s=float(job.spec.grace_s))
         return True
-    if attempt.outcome is _A.ABORTED:
+    if attempt.outcome in (_A.ABORTED, _A.PREEMPTED):
         jobs.start_cancelling(draft, job)
         return True
     return False
+
+
+def preempt(draft: Draft, attempt: Attempt, trigger: str) -> None:
+    """Stop the attempt with grace to make room; its job goes back to the queue. One that is over or stopping is left."""
+    if attempt.is_terminal or attempt.state is _A.STOPPING:
+        return
+    job = draft.jobs[attempt.job_id]
+    draft.put_job(jobs.move(job, JobState.PREEMPTING, draft.now_s))
+    draft.record("job_preempting", trigger, job_id=job.job_id)
+    _stop(draft, attempt, _A.PREEMPTED, trigger, grace_s=float(job.spec.grace_s))
 
 
 def prepared(draft: Draft, event: events.AttemptPrepared) -> str:
@@ -169,6 +179,7 @@ def emptied(draft: Draft, event: events.AttemptEmptied) -> str:
     draft.add_effect(SendDesired(event.node_id))
     node_name = draft.nodes[event.node_id].node_name
     draft.record("attempt_empty", f"fence {event.fence}", job_id=attempt.job_id, node_name=node_name)
+    note_drained(draft, event.node_id)
     if attempt.state is _A.PREPARING:
         _stop(draft, attempt, _A.ABORTED, f"node {node_name} dropped the attempt before its start", grace_s=0.0)
     elif attempt.state in (_A.COMMITTED, _A.RUNNING):
@@ -176,6 +187,13 @@ def emptied(draft: Draft, event: events.AttemptEmptied) -> str:
     else:
         settle(draft, attempt)
     return "the node holds nothing of the fence"
+
+
+def note_drained(draft: Draft, node_id: str) -> None:
+    """Record the end of a drain once nothing is left on the node."""
+    node = draft.nodes[node_id]
+    if node.drain is not None and not any(holder == node_id for holder, _slot in draft.reservations):
+        draft.record("node_drained", "every attempt has left", node_name=node.node_name)
 
 
 def lose_ranks(draft: Draft, attempt: Attempt, node_id: str) -> None:
@@ -207,7 +225,7 @@ def settle(draft: Draft, attempt: Attempt) -> None:
     if attempt.state is not _A.STOPPING:
         return
     holders = {key[0] for key, fence in draft.reservations.items() if fence == attempt.fence}
-    if any(draft.nodes[node_id].state is not NodeState.LOST for node_id in holders):
+    if any(not draft.nodes[node_id].is_gone for node_id in holders):
         return
     outcome = attempt.outcome
     assert outcome is not None
@@ -222,7 +240,11 @@ def settle(draft: Draft, attempt: Attempt) -> None:
     elif job.state is JobState.CANCELLING:
         jobs.end(draft, job.job_id, JobState.CANCELLED, attempt.stop_trigger)
     elif attempt.state is _A.ABORTED:
-        jobs.requeue(draft, job.job_id, attempt.stop_trigger)
+        jobs.requeue_aborted(draft, job.job_id, attempt.stop_trigger)
+    elif attempt.state is _A.PREEMPTED and all(each.has_succeeded for each in attempt.workers):
+        jobs.end(draft, job.job_id, JobState.SUCCEEDED, "every rank said done and exited 0 within the grace")
+    elif attempt.state is _A.PREEMPTED:
+        jobs.requeue_preempted(draft, job.job_id, attempt.stop_trigger)
     else:
         assert attempt.verdict is not None
         jobs.end(draft, job.job_id, JobState.FAILED, attempt.verdict.sentence, attempt.verdict)

@@ -35,6 +35,14 @@ class ArmStartDeadline:
 
 
 @dataclass(frozen=True, slots=True)
+class ArmDrainDeadline:
+    """Post DrainDeadlinePassed for the node after so many seconds; replaces an earlier one of the node."""
+
+    node_id: str
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class NotifyWatchers:
     """Tell those who watch the job that it changed."""
 
@@ -53,12 +61,15 @@ class PlaceQueued:
     """Apply PlacementDue before the commit; one pass serves all events of a transaction."""
 
 
-Effect = WriteRecord | PlaceQueued | SendDesired | CloseSession | ArmStartDeadline | NotifyWatchers
+Effect = WriteRecord | PlaceQueued | SendDesired | CloseSession | ArmStartDeadline | ArmDrainDeadline | NotifyWatchers
 
 _STARTING = (AttemptState.RESERVED, AttemptState.PREPARING, AttemptState.PREPARED, AttemptState.COMMITTED)
 
 
-def pending(state: State) -> tuple[Effect, ...]:
+def pending(state: State, now_s: float) -> tuple[Effect, ...]:
     """Return the effects that a coordinator which just loaded `state` must perform."""
     starting = [each for each in state.attempts.values() if each.state in _STARTING]
-    return tuple(ArmStartDeadline(each.fence, state.jobs[each.job_id].spec.start_timeout_s) for each in starting)
+    return (
+        *(ArmStartDeadline(each.fence, state.jobs[each.job_id].spec.start_timeout_s) for each in starting),
+        *(ArmDrainDeadline(each.node_id, each.drain.left_s(now_s)) for each in state.nodes.values() if each.drain),
+    )

@@ -31,6 +31,43 @@ class CancelRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class CordonRequested:
+    node_id: str
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class UncordonRequested:
+    node_id: str
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """The node is to be emptied; what still runs there after `within_s` is stopped with grace."""
+
+    node_id: str
+    who: str
+    why: str
+    within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetRequested:
+    """An admin says that a LOST node and everything on it is gone for good."""
+
+    node_id: str
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainDeadlinePassed:
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ArtifactStored:
     sha256: str
     size_bytes: int
@@ -184,6 +221,11 @@ Event = (
     CoordinatorStarted
     | JobSubmitted
     | CancelRequested
+    | CordonRequested
+    | UncordonRequested
+    | DrainRequested
+    | DrainDeadlinePassed
+    | ForgetRequested
     | ArtifactStored
     | NodeRegistered
     | NodeDisconnected

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from piped.core.model import AttemptState, JobState, State
+from piped.core.model import AttemptState, JobState, NodeState, State
 from piped.errors import InvariantBroken
 
-_WITH_ATTEMPT = (JobState.STARTING, JobState.RUNNING, JobState.CANCELLING)
+_WITH_ATTEMPT = (JobState.STARTING, JobState.RUNNING, JobState.PREEMPTING, JobState.CANCELLING)
 
 
 def check(state: State) -> None:
@@ -59,6 +59,9 @@ def _attempts(state: State) -> Iterator[str]:
 
 
 def _slots(state: State) -> Iterator[str]:
+    for node_id, node in state.nodes.items():
+        if node.state is NodeState.FENCED and any(holder == node_id for holder, _slot in state.reservations):
+            yield f"node {node.node_name} is forgotten and still holds slots"
     for key, fence in state.reservations.items():
         attempt = state.attempts.get(fence)
         if attempt is None:
@@ -70,3 +73,5 @@ def _slots(state: State) -> Iterator[str]:
             for each in attempt.placement:
                 if state.reservations.get((each.node_id, each.slot.index)) != attempt.fence:
                     yield f"fence {attempt.fence} prepares without its slot {each.slot.index} on {each.node_name}"
+                if state.nodes[each.node_id].drain is not None:
+                    yield f"fence {attempt.fence} prepares on {each.node_name}, which is being drained"

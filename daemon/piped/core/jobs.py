@@ -15,8 +15,11 @@ MAX_ABORTS = 3  # attempts that never started before the job is given up
 
 NEXT: dict[JobState, frozenset[JobState]] = {  # what is not in a row is illegal, and raises
     JobState.QUEUED: frozenset({JobState.STARTING, JobState.CANCELLED}),
-    JobState.STARTING: frozenset({JobState.RUNNING, JobState.QUEUED, JobState.CANCELLING, JobState.FAILED}),
-    JobState.RUNNING: frozenset({JobState.CANCELLING, JobState.SUCCEEDED, JobState.FAILED}),
+    JobState.STARTING: frozenset(
+        {JobState.RUNNING, JobState.QUEUED, JobState.PREEMPTING, JobState.CANCELLING, JobState.FAILED}
+    ),
+    JobState.RUNNING: frozenset({JobState.PREEMPTING, JobState.CANCELLING, JobState.SUCCEEDED, JobState.FAILED}),
+    JobState.PREEMPTING: frozenset({JobState.QUEUED, JobState.CANCELLING, JobState.SUCCEEDED}),
     JobState.CANCELLING: frozenset({JobState.CANCELLED}),
     JobState.SUCCEEDED: frozenset(),
     JobState.FAILED: frozenset(),
@@ -46,7 +49,14 @@ def end(draft: Draft, job_id: str, to: JobState, reason: str, failure: Failure |
     draft.place_queued()
 
 
-def requeue(draft: Draft, job_id: str, reason: str) -> None:
+def requeue_preempted(draft: Draft, job_id: str, reason: str) -> None:
+    """Queue a job that had to make room; that is charged to nobody."""
+    draft.put_job(replace(move(draft.jobs[job_id], JobState.QUEUED, draft.now_s), pending_reason=reason))
+    draft.record("job_requeued", reason, job_id=job_id)
+    draft.place_queued()
+
+
+def requeue_aborted(draft: Draft, job_id: str, reason: str) -> None:
     """Queue a job whose attempt never started; after MAX_ABORTS of them it fails."""
     job = replace(draft.jobs[job_id], aborts=draft.jobs[job_id].aborts + 1)
     draft.put_job(job)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from piped.core import attempts, events, nodes, requests
+from piped.core import attempts, events, maintenance, nodes, requests
 from piped.core.draft import Draft
 from piped.core.effects import Effect
 from piped.core.model import State
@@ -19,6 +19,11 @@ RULES: dict[type, Rule] = {
     events.CoordinatorStarted: nodes.coordinator_started,
     events.JobSubmitted: requests.submit,
     events.CancelRequested: requests.cancel,
+    events.CordonRequested: maintenance.cordon,
+    events.UncordonRequested: maintenance.uncordon,
+    events.DrainRequested: maintenance.drain,
+    events.DrainDeadlinePassed: maintenance.drain_deadline_passed,
+    events.ForgetRequested: maintenance.forget,
     events.ArtifactStored: requests.store_artifact,
     events.NodeRegistered: nodes.register,
     events.NodeDisconnected: nodes.disconnected,

@@ -14,10 +14,15 @@ from enum import StrEnum
 from piped.core.schedules import csv_forwards
 
 
+def _because(why: str) -> str:
+    return f": {why}" if why else ""
+
+
 class JobState(StrEnum):
     QUEUED = "queued"  # accepted; `pending_reason` says why it has no attempt
     STARTING = "starting"  # an attempt holds its slots; not every rank has joined
     RUNNING = "running"  # every rank joined
+    PREEMPTING = "preempting"  # its nodes were told to stop; it goes back to the queue
     CANCELLING = "cancelling"  # its nodes were told to stop
     SUCCEEDED = "succeeded"  # every rank said done and exited 0
     FAILED = "failed"  # `failure` says why
@@ -35,12 +40,14 @@ class AttemptState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     ABORTED = "aborted"  # it never started: not the job's fault
+    PREEMPTED = "preempted"  # it had to make room: not the job's fault
 
 
 class NodeState(StrEnum):
     READY = "ready"  # its session is open
     DISCONNECTED = "disconnected"  # no session, its lease still runs
     LOST = "lost"  # the lease ran out; its slots stay reserved until it reports them empty
+    FENCED = "fenced"  # an admin said that it is gone: its slots are free; it must register anew
 
 
 class WorkerState(StrEnum):
@@ -62,7 +69,13 @@ class FailureReason(StrEnum):
 
 TERMINAL_JOB_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 TERMINAL_ATTEMPT_STATES = frozenset(
-    {AttemptState.SUCCEEDED, AttemptState.FAILED, AttemptState.CANCELLED, AttemptState.ABORTED}
+    {
+        AttemptState.SUCCEEDED,
+        AttemptState.FAILED,
+        AttemptState.CANCELLED,
+        AttemptState.ABORTED,
+        AttemptState.PREEMPTED,
+    }
 )
 
 
@@ -81,6 +94,29 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Cordon:
+    """An operator's word that a node gets no new work."""
+
+    who: str
+    why: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """An operator's word that a node is to be emptied: no new work, and what still runs after `within_s` is stopped."""
+
+    who: str
+    why: str
+    at_s: float
+    within_s: float
+
+    def left_s(self, now_s: float) -> float:
+        """Return the seconds to the deadline; a clock that was set can't make it longer than `within_s`."""
+        return min(self.within_s, max(0.0, self.at_s + self.within_s - now_s))
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """A registered machine; `incarnation` counts its registrations after a lost lease."""
 
@@ -94,6 +130,20 @@ class Node:
     metrics_address: str
     slots: tuple[Slot, ...]
     session: int = 0  # that registered it; not stored, since no session outlives its coordinator
+    cordon: Cordon | None = None
+    drain: Drain | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether nothing is expected of it: its lease ran out."""
+        return self.state in (NodeState.LOST, NodeState.FENCED)
+
+    @property
+    def closed_because(self) -> str:
+        """Return why it takes no new work; empty: it does."""
+        if self.drain is not None:
+            return f"drained by {self.drain.who}{_because(self.drain.why)}"
+        return f"cordoned by {self.cordon.who}{_because(self.cordon.why)}" if self.cordon is not None else ""
 
 
 @dataclass(frozen=True, slots=True)

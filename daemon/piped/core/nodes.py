@@ -17,7 +17,8 @@ from piped.errors import IllegalTransition, RegistrationRefused
 NEXT: dict[NodeState, frozenset[NodeState]] = {  # what is not in a row is illegal, and raises
     NodeState.READY: frozenset({NodeState.READY, NodeState.DISCONNECTED, NodeState.LOST}),
     NodeState.DISCONNECTED: frozenset({NodeState.READY, NodeState.LOST}),
-    NodeState.LOST: frozenset({NodeState.READY}),
+    NodeState.LOST: frozenset({NodeState.READY, NodeState.FENCED}),
+    NodeState.FENCED: frozenset({NodeState.READY}),
 }
 _STARTED = (AttemptState.COMMITTED, AttemptState.RUNNING)
 
@@ -37,7 +38,7 @@ def register(draft: Draft, event: events.NodeRegistered) -> str:
     """
     _refuse_strangers(draft, event)
     known = draft.nodes.get(event.node_id)
-    is_live = known is not None and known.state is not NodeState.LOST
+    is_live = known is not None and not known.is_gone
     if known is not None and is_live and known.host_key != event.host_key:
         raise RegistrationRefused(
             f"node id {event.node_id} is held by a live node {known.node_name!r} on another host "
@@ -56,6 +57,8 @@ def register(draft: Draft, event: events.NodeRegistered) -> str:
         event.metrics_address,
         event.slots,
         event.session,
+        cordon=known.cordon if known is not None else None,
+        drain=known.drain if known is not None else None,
     )
     draft.put_node(node)
     draft.record(
@@ -63,6 +66,8 @@ def register(draft: Draft, event: events.NodeRegistered) -> str:
         f"incarnation {incarnation}, {len(event.slots)} slots" + (", session replaced" if is_live else ""),
         node_name=node.node_name,
     )
+    if known is not None and known.state is NodeState.FENCED:
+        _take_back_slots(draft, event)
     _compare(draft, event)
     draft.place_queued()
     draft.add_effect(SendDesired(node.node_id))
@@ -82,7 +87,7 @@ def disconnected(draft: Draft, event: events.NodeDisconnected) -> str:
 
 def lease_expired(draft: Draft, event: events.LeaseExpired) -> str:
     node = draft.nodes.get(event.node_id)
-    if node is None or node.incarnation != event.incarnation or node.state is NodeState.LOST:
+    if node is None or node.incarnation != event.incarnation or node.is_gone:
         return "the registration is over"
     draft.put_node(move(node, NodeState.LOST))
     draft.record("node_lost", "its lease ran out; it gets no new work", node_name=node.node_name)
@@ -117,11 +122,26 @@ def _refuse_strangers(draft: Draft, event: events.NodeRegistered) -> None:
     if not event.node_id or not event.node_name or not event.slots:
         raise RegistrationRefused("a node needs an id, a name and at least one slot")
     for other in draft.nodes.values():
-        if other.node_name == event.node_name and other.node_id != event.node_id and other.state is not NodeState.LOST:
+        if other.node_name == event.node_name and other.node_id != event.node_id and not other.is_gone:
             raise RegistrationRefused(
                 f"the name {event.node_name!r} is held by the live node {other.node_id} ({other.host_key}); "
                 "give this node another name"
             )
+
+
+def _take_back_slots(draft: Draft, event: events.NodeRegistered) -> None:
+    """A node that was said to be gone returns with attempts: they hold its slots again until it reports them empty.
+
+    Nothing was placed on it meanwhile, so its slots are free; the attempts are over or stopping, so it is told STOP.
+    """
+    for observed in event.attempts:
+        attempt = draft.attempts.get(observed.fence)
+        if attempt is None or not observed.is_shim_alive:
+            continue
+        for each in attempt.placement:
+            if each.node_id == event.node_id:
+                draft.reserve((each.node_id, each.slot.index), attempt.fence)
+        draft.record("slots_held_again", f"fence {attempt.fence} is still there", node_name=event.node_name)
 
 
 def _compare(draft: Draft, event: events.NodeRegistered) -> None:

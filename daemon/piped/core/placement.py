@@ -27,23 +27,26 @@ def place(
     spec: JobSpec, nodes: Iterable[Node], reservations: Mapping[SlotKey, int]
 ) -> tuple[tuple[RankPlacement, ...] | None, str]:
     """Return the placement by rank, or None and what is missing, in the words that people read."""
-    live = sorted((each for each in nodes if each.state is not NodeState.LOST), key=lambda each: each.node_name)
+    live = sorted((each for each in nodes if not each.is_gone), key=lambda each: each.node_name)
     kind = _device_kind(spec, live)
-    ready = [each for each in live if each.state is NodeState.READY]
+    ready = [each for each in live if each.state is NodeState.READY and not each.closed_because]
     offers = [_offer(spec, kind, node, reservations) for node in ready]
     offers = [each for each in offers if each.slots]
     if sum(len(each.slots) for each in offers) < spec.world_size:
-        return None, _shortage(spec, kind, ready, reservations)
+        return None, _shortage(spec, kind, ready, reservations) + _closed(live)
     apart = _seats_apart(spec, offers) if spec.placement == "spread" else None
     seats = apart or _seats(spec.world_size, offers)
     return tuple(_rank(spec, rank, node, slot) for rank, (node, slot) in enumerate(seats)), ""
 
 
 def can_ever_fit(spec: JobSpec, nodes: Iterable[Node]) -> bool:
-    """Return whether the cluster would hold the job if nothing else ran and every node that is not lost were READY."""
-    live = [each for each in nodes if each.state is not NodeState.LOST]
+    """Return whether the cluster would hold the job if nothing else ran and every node were READY.
+
+    Nodes that are gone, and those that an operator keeps from new work, do not count.
+    """
+    live = [each for each in nodes if not each.is_gone]
     kind = _device_kind(spec, live)
-    return sum(_capacity(spec, kind, node) for node in live) >= spec.world_size
+    return sum(_capacity(spec, kind, node) for node in live if not node.closed_because) >= spec.world_size
 
 
 def _device_kind(spec: JobSpec, live: Iterable[Node]) -> str:
@@ -95,6 +98,12 @@ def _rank(spec: JobSpec, rank: int, node: Node, slot: Slot) -> RankPlacement:
     ranks, per_rank, csv = spec.pp_ranks, spec.stages_of_ranks, spec.schedule_csv
     stages = stages_of(spec.schedule, spec.stages, ranks, pp_rank, per_rank, csv)
     return RankPlacement(rank, replica, stages, node.node_id, node.node_name, slot)
+
+
+def _closed(live: list[Node]) -> str:
+    """Name the nodes that would be there but take no new work."""
+    names = [f"{each.node_name} ({each.closed_because})" for each in live if each.closed_because]
+    return f"; no new work for {', '.join(names)}" if names else ""
 
 
 def _shortage(spec: JobSpec, kind: str, ready: list[Node], reservations: Mapping[SlotKey, int]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from piped.core.model import Attempt, Failure, FailureReason, Node, NodeState, Worker, WorkerState
+from piped.core.model import Attempt, Failure, FailureReason, Node, Worker, WorkerState
 
 START_TIMEOUT = "start_timeout"  # the stop_trigger's first word when the start deadline passed
 
@@ -159,4 +159,4 @@ def _stopped_from_outside(attempt: Attempt) -> Failure:
 
 
 def _is_lost(nodes: Mapping[str, Node], node_id: str) -> bool:
-    return node_id not in nodes or nodes[node_id].state is NodeState.LOST
+    return node_id not in nodes or nodes[node_id].is_gone

@@ -22,29 +22,52 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pipeapi/v1/cluster.proto\x12\npipeapi.v1\"3\n\x04Slot\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04uuid\x18\x03 \x01(\t\"\xef\x01\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.pipeapi.v1.NodeState\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x06 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x07 \x01(\t\x12\x1f\n\x05slots\x18\x08 \x03(\x0b\x32\x10.pipeapi.v1.Slot\x12\x12\n\nslots_used\x18\t \x01(\r\x12\x13\n\x0blease_age_s\x18\n \x01(\x01\"\x12\n\x10ListNodesRequest\"4\n\x11ListNodesResponse\x12\x1f\n\x05nodes\x18\x01 \x03(\x0b\x32\x10.pipeapi.v1.Node\"\x13\n\x11GetVersionRequest\"j\n\x12GetVersionResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\ncluster_id\x18\x02 \x01(\t\x12\x19\n\x11\x63oordinator_epoch\x18\x03 \x01(\x04\x12\x14\n\x0chttp_address\x18\x04 \x01(\t*o\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10NODE_STATE_READY\x10\x01\x12\x1b\n\x17NODE_STATE_DISCONNECTED\x10\x02\x12\x13\n\x0fNODE_STATE_LOST\x10\x03\x32\xa7\x01\n\x0e\x43lusterService\x12H\n\tListNodes\x12\x1c.pipeapi.v1.ListNodesRequest\x1a\x1d.pipeapi.v1.ListNodesResponse\x12K\n\nGetVersion\x12\x1d.pipeapi.v1.GetVersionRequest\x1a\x1e.pipeapi.v1.GetVersionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pipeapi/v1/cluster.proto\x12\npipeapi.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"3\n\x04Slot\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04uuid\x18\x03 \x01(\t\"\xe0\x02\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.pipeapi.v1.NodeState\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x06 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x07 \x01(\t\x12\x1f\n\x05slots\x18\x08 \x03(\x0b\x32\x10.pipeapi.v1.Slot\x12\x12\n\nslots_used\x18\t \x01(\r\x12\x13\n\x0blease_age_s\x18\n \x01(\x01\x12\"\n\x06\x63ordon\x18\x0b \x01(\x0b\x32\x12.pipeapi.v1.Cordon\x12 \n\x05\x64rain\x18\x0c \x01(\x0b\x32\x11.pipeapi.v1.Drain\x12)\n\x08\x61ttempts\x18\r \x03(\x0b\x32\x17.pipeapi.v1.NodeAttempt\"J\n\x06\x43ordon\x12\x0b\n\x03who\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\x12&\n\x02\x61t\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"w\n\x05\x44rain\x12\x0b\n\x03who\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\x12&\n\x02\x61t\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x64\x65\x61\x64line\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"X\n\x0bNodeAttempt\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x04\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05slots\x18\x05 \x01(\r\"\x12\n\x10ListNodesRequest\"4\n\x11ListNodesResponse\x12\x1f\n\x05nodes\x18\x01 \x03(\x0b\x32\x10.pipeapi.v1.Node\";\n\x11\x43ordonNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0b\n\x03who\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\"4\n\x12\x43ordonNodeResponse\x12\x1e\n\x04node\x18\x01 \x01(\x0b\x32\x10.pipeapi.v1.Node\"0\n\x13UncordonNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0b\n\x03who\x18\x02 \x01(\t\"6\n\x14UncordonNodeResponse\x12\x1e\n\x04node\x18\x01 \x01(\x0b\x32\x10.pipeapi.v1.Node\"L\n\x10\x44rainNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0b\n\x03who\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x10\n\x08within_s\x18\x04 \x01(\x01\"3\n\x11\x44rainNodeResponse\x12\x1e\n\x04node\x18\x01 \x01(\x0b\x32\x10.pipeapi.v1.Node\";\n\x11\x46orgetNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0b\n\x03who\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\"4\n\x12\x46orgetNodeResponse\x12\x1e\n\x04node\x18\x01 \x01(\x0b\x32\x10.pipeapi.v1.Node\"\x13\n\x11GetVersionRequest\"j\n\x12GetVersionResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\ncluster_id\x18\x02 \x01(\t\x12\x19\n\x11\x63oordinator_epoch\x18\x03 \x01(\x04\x12\x14\n\x0chttp_address\x18\x04 \x01(\t*\x86\x01\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10NODE_STATE_READY\x10\x01\x12\x1b\n\x17NODE_STATE_DISCONNECTED\x10\x02\x12\x13\n\x0fNODE_STATE_LOST\x10\x03\x12\x15\n\x11NODE_STATE_FENCED\x10\x04\x32\xde\x03\n\x0e\x43lusterService\x12H\n\tListNodes\x12\x1c.pipeapi.v1.ListNodesRequest\x1a\x1d.pipeapi.v1.ListNodesResponse\x12K\n\nCordonNode\x12\x1d.pipeapi.v1.CordonNodeRequest\x1a\x1e.pipeapi.v1.CordonNodeResponse\x12Q\n\x0cUncordonNode\x12\x1f.pipeapi.v1.UncordonNodeRequest\x1a .pipeapi.v1.UncordonNodeResponse\x12H\n\tDrainNode\x12\x1c.pipeapi.v1.DrainNodeRequest\x1a\x1d.pipeapi.v1.DrainNodeResponse\x12K\n\nForgetNode\x12\x1d.pipeapi.v1.ForgetNodeRequest\x1a\x1e.pipeapi.v1.ForgetNodeResponse\x12K\n\nGetVersion\x12\x1d.pipeapi.v1.GetVersionRequest\x1a\x1e.pipeapi.v1.GetVersionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pipeapi.v1.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODESTATE']._serialized_start=538
-  _globals['_NODESTATE']._serialized_end=649
-  _globals['_SLOT']._serialized_start=40
-  _globals['_SLOT']._serialized_end=91
-  _globals['_NODE']._serialized_start=94
-  _globals['_NODE']._serialized_end=333
-  _globals['_LISTNODESREQUEST']._serialized_start=335
-  _globals['_LISTNODESREQUEST']._serialized_end=353
-  _globals['_LISTNODESRESPONSE']._serialized_start=355
-  _globals['_LISTNODESRESPONSE']._serialized_end=407
-  _globals['_GETVERSIONREQUEST']._serialized_start=409
-  _globals['_GETVERSIONREQUEST']._serialized_end=428
-  _globals['_GETVERSIONRESPONSE']._serialized_start=430
-  _globals['_GETVERSIONRESPONSE']._serialized_end=536
-  _globals['_CLUSTERSERVICE']._serialized_start=652
-  _globals['_CLUSTERSERVICE']._serialized_end=819
+  _globals['_NODESTATE']._serialized_start=1439
+  _globals['_NODESTATE']._serialized_end=1573
+  _globals['_SLOT']._serialized_start=73
+  _globals['_SLOT']._serialized_end=124
+  _globals['_NODE']._serialized_start=127
+  _globals['_NODE']._serialized_end=479
+  _globals['_CORDON']._serialized_start=481
+  _globals['_CORDON']._serialized_end=555
+  _globals['_DRAIN']._serialized_start=557
+  _globals['_DRAIN']._serialized_end=676
+  _globals['_NODEATTEMPT']._serialized_start=678
+  _globals['_NODEATTEMPT']._serialized_end=766
+  _globals['_LISTNODESREQUEST']._serialized_start=768
+  _globals['_LISTNODESREQUEST']._serialized_end=786
+  _globals['_LISTNODESRESPONSE']._serialized_start=788
+  _globals['_LISTNODESRESPONSE']._serialized_end=840
+  _globals['_CORDONNODEREQUEST']._serialized_start=842
+  _globals['_CORDONNODEREQUEST']._serialized_end=901
+  _globals['_CORDONNODERESPONSE']._serialized_start=903
+  _globals['_CORDONNODERESPONSE']._serialized_end=955
+  _globals['_UNCORDONNODEREQUEST']._serialized_start=957
+  _globals['_UNCORDONNODEREQUEST']._serialized_end=1005
+  _globals['_UNCORDONNODERESPONSE']._serialized_start=1007
+  _globals['_UNCORDONNODERESPONSE']._serialized_end=1061
+  _globals['_DRAINNODEREQUEST']._serialized_start=1063
+  _globals['_DRAINNODEREQUEST']._serialized_end=1139
+  _globals['_DRAINNODERESPONSE']._serialized_start=1141
+  _globals['_DRAINNODERESPONSE']._serialized_end=1192
+  _globals['_FORGETNODEREQUEST']._serialized_start=1194
+  _globals['_FORGETNODEREQUEST']._serialized_end=1253
+  _globals['_FORGETNODERESPONSE']._serialized_start=1255
+  _globals['_FORGETNODERESPONSE']._serialized_end=1307
+  _globals['_GETVERSIONREQUEST']._serialized_start=1309
+  _globals['_GETVERSIONREQUEST']._serialized_end=1328
+  _globals['_GETVERSIONRESPONSE']._serialized_start=1330
+  _globals['_GETVERSIONRESPONSE']._serialized_end=1436
+  _globals['_CLUSTERSERVICE']._serialized_start=1576
+  _globals['_CLUSTERSERVICE']._serialized_end=2054
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -13,10 +16,12 @@ class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_STATE_READY: _ClassVar[NodeState]
     NODE_STATE_DISCONNECTED: _ClassVar[NodeState]
     NODE_STATE_LOST: _ClassVar[NodeState]
+    NODE_STATE_FENCED: _ClassVar[NodeState]
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_READY: NodeState
 NODE_STATE_DISCONNECTED: NodeState
 NODE_STATE_LOST: NodeState
+NODE_STATE_FENCED: NodeState
 
 class Slot(_message.Message):
     __slots__ = ("index", "device", "uuid")
@@ -29,7 +34,7 @@ class Slot(_message.Message):
     def __init__(self, index: _Optional[int] = ..., device: _Optional[str] = ..., uuid: _Optional[str] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node_id", "node_name", "state", "incarnation", "version", "data_address", "metrics_address", "slots", "slots_used", "lease_age_s")
+    __slots__ = ("node_id", "node_name", "state", "incarnation", "version", "data_address", "metrics_address", "slots", "slots_used", "lease_age_s", "cordon", "drain", "attempts")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +45,9 @@ class Node(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     LEASE_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    CORDON_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     node_name: str
     state: NodeState
@@ -50,7 +58,46 @@ class Node(_message.Message):
     slots: _containers.RepeatedCompositeFieldContainer[Slot]
     slots_used: int
     lease_age_s: float
-    def __init__(self, node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., slots_used: _Optional[int] = ..., lease_age_s: _Optional[float] = ...) -> None: ...
+    cordon: Cordon
+    drain: Drain
+    attempts: _containers.RepeatedCompositeFieldContainer[NodeAttempt]
+    def __init__(self, node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., slots_used: _Optional[int] = ..., lease_age_s: _Optional[float] = ..., cordon: _Optional[_Union[Cordon, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[NodeAttempt, _Mapping]]] = ...) -> None: ...
+
+class Cordon(_message.Message):
+    __slots__ = ("who", "why", "at")
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    who: str
+    why: str
+    at: _timestamp_pb2.Timestamp
+    def __init__(self, who: _Optional[str] = ..., why: _Optional[str] = ..., at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("who", "why", "at", "deadline")
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    who: str
+    why: str
+    at: _timestamp_pb2.Timestamp
+    deadline: _timestamp_pb2.Timestamp
+    def __init__(self, who: _Optional[str] = ..., why: _Optional[str] = ..., at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class NodeAttempt(_message.Message):
+    __slots__ = ("fence", "job_id", "name", "state", "slots")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    fence: int
+    job_id: str
+    name: str
+    state: str
+    slots: int
+    def __init__(self, fence: _Optional[int] = ..., job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., slots: _Optional[int] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()
@@ -61,6 +108,70 @@ class ListNodesResponse(_message.Message):
     NODES_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
+
+class CordonNodeRequest(_message.Message):
+    __slots__ = ("node", "who", "why")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    who: str
+    why: str
+    def __init__(self, node: _Optional[str] = ..., who: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+
+class CordonNodeResponse(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: Node
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
+
+class UncordonNodeRequest(_message.Message):
+    __slots__ = ("node", "who")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    who: str
+    def __init__(self, node: _Optional[str] = ..., who: _Optional[str] = ...) -> None: ...
+
+class UncordonNodeResponse(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: Node
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
+
+class DrainNodeRequest(_message.Message):
+    __slots__ = ("node", "who", "why", "within_s")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    who: str
+    why: str
+    within_s: float
+    def __init__(self, node: _Optional[str] = ..., who: _Optional[str] = ..., why: _Optional[str] = ..., within_s: _Optional[float] = ...) -> None: ...
+
+class DrainNodeResponse(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: Node
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
+
+class ForgetNodeRequest(_message.Message):
+    __slots__ = ("node", "who", "why")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    who: str
+    why: str
+    def __init__(self, node: _Optional[str] = ..., who: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+
+class ForgetNodeResponse(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: Node
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
 
 class GetVersionRequest(_message.Message):
     __slots__ = ()

@@ -39,6 +39,26 @@ class ClusterServiceStub:
                 request_serializer=pipeapi_dot_v1_dot_cluster__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=pipeapi_dot_v1_dot_cluster__pb2.ListNodesResponse.FromString,
                 _registered_method=True)
+        self.CordonNode = channel.unary_unary(
+                '/pipeapi.v1.ClusterService/CordonNode',
+                request_serializer=pipeapi_dot_v1_dot_cluster__pb2.CordonNodeRequest.SerializeToString,
+                response_deserializer=pipeapi_dot_v1_dot_cluster__pb2.CordonNodeResponse.FromString,
+                _registered_method=True)
+        self.UncordonNode = channel.unary_unary(
+                '/pipeapi.v1.ClusterService/UncordonNode',
+                request_serializer=pipeapi_dot_v1_dot_cluster__pb2.UncordonNodeRequest.SerializeToString,
+                response_deserializer=pipeapi_dot_v1_dot_cluster__pb2.UncordonNodeResponse.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/pipeapi.v1.ClusterService/DrainNode',
+                request_serializer=pipeapi_dot_v1_dot_cluster__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=pipeapi_dot_v1_dot_cluster__pb2.DrainNodeResponse.FromString,
+                _registered_method=True)
+        self.ForgetNode = channel.unary_unary(
+                '/pipeapi.v1.ClusterService/ForgetNode',
+                request_serializer=pipeapi_dot_v1_dot_cluster__pb2.ForgetNodeRequest.SerializeToString,
+                response_deserializer=pipeapi_dot_v1_dot_cluster__pb2.ForgetNodeResponse.FromString,
+                _registered_method=True)
         self.GetVersion = channel.unary_unary(
                 '/pipeapi.v1.ClusterService/GetVersion',
                 request_serializer=pipeapi_dot_v1_dot_cluster__pb2.GetVersionRequest.SerializeToString,
@@ -51,6 +71,33 @@ class ClusterServiceServicer:
 
     def ListNodes(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CordonNode(self, request, context):
+        """CordonNode keeps new work from a node; UncordonNode ends that and a drain. A node is named by its name or id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UncordonNode(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """DrainNode empties a node. It returns at once: the drain is done when the node's `attempts` are gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetNode(self, request, context):
+        """ForgetNode frees the slots of a lost node, whose machine is gone for good; its unfinished ranks count as lost.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -68,6 +115,26 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.ListNodes,
                     request_deserializer=pipeapi_dot_v1_dot_cluster__pb2.ListNodesRequest.FromString,
                     response_serializer=pipeapi_dot_v1_dot_cluster__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'CordonNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.CordonNode,
+                    request_deserializer=pipeapi_dot_v1_dot_cluster__pb2.CordonNodeRequest.FromString,
+                    response_serializer=pipeapi_dot_v1_dot_cluster__pb2.CordonNodeResponse.SerializeToString,
+            ),
+            'UncordonNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UncordonNode,
+                    request_deserializer=pipeapi_dot_v1_dot_cluster__pb2.UncordonNodeRequest.FromString,
+                    response_serializer=pipeapi_dot_v1_dot_cluster__pb2.UncordonNodeResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=pipeapi_dot_v1_dot_cluster__pb2.DrainNodeRequest.FromString,
+                    response_serializer=pipeapi_dot_v1_dot_cluster__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'ForgetNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetNode,
+                    request_deserializer=pipeapi_dot_v1_dot_cluster__pb2.ForgetNodeRequest.FromString,
+                    response_serializer=pipeapi_dot_v1_dot_cluster__pb2.ForgetNodeResponse.SerializeToString,
             ),
             'GetVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.GetVersion,
@@ -102,6 +169,114 @@ class ClusterService:
             '/pipeapi.v1.ClusterService/ListNodes',
             pipeapi_dot_v1_dot_cluster__pb2.ListNodesRequest.SerializeToString,
             pipeapi_dot_v1_dot_cluster__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CordonNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pipeapi.v1.ClusterService/CordonNode',
+            pipeapi_dot_v1_dot_cluster__pb2.CordonNodeRequest.SerializeToString,
+            pipeapi_dot_v1_dot_cluster__pb2.CordonNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UncordonNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pipeapi.v1.ClusterService/UncordonNode',
+            pipeapi_dot_v1_dot_cluster__pb2.UncordonNodeRequest.SerializeToString,
+            pipeapi_dot_v1_dot_cluster__pb2.UncordonNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pipeapi.v1.ClusterService/DrainNode',
+            pipeapi_dot_v1_dot_cluster__pb2.DrainNodeRequest.SerializeToString,
+            pipeapi_dot_v1_dot_cluster__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pipeapi.v1.ClusterService/ForgetNode',
+            pipeapi_dot_v1_dot_cluster__pb2.ForgetNodeRequest.SerializeToString,
+            pipeapi_dot_v1_dot_cluster__pb2.ForgetNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,7 @@ class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOB_STATE_SUCCEEDED: _ClassVar[JobState]
     JOB_STATE_FAILED: _ClassVar[JobState]
     JOB_STATE_CANCELLED: _ClassVar[JobState]
+    JOB_STATE_PREEMPTING: _ClassVar[JobState]
 
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -56,6 +57,7 @@ JOB_STATE_CANCELLING: JobState
 JOB_STATE_SUCCEEDED: JobState
 JOB_STATE_FAILED: JobState
 JOB_STATE_CANCELLED: JobState
+JOB_STATE_PREEMPTING: JobState
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_PLANNED: WorkerState
 WORKER_STATE_SPAWNED: WorkerState

@@ -7,6 +7,7 @@ import sqlite3
 
 import pytest
 
+from piped.coordinator import schema
 from piped.coordinator.store import Store, hold
 from piped.core import events, machine
 from piped.core.effects import WriteRecord
@@ -40,6 +41,9 @@ def story():
         events.WorkerFailed("n1", 1, 1, report, 12),
         events.WorkerExited("n1", 1, 1, None, 9, True, "tail", 13),
         events.AttemptEmptied("n1", 1),
+        registration("n2", 1),
+        events.CordonRequested("n2", "ann", "why"),
+        events.DrainRequested("n2", "ann", "why", 60.0),
         submission("j2", name="second"),
         events.PlacementDue(),
         events.ArtifactStored("0" * 64, 7),
@@ -136,9 +140,36 @@ def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
 
     async def scenario():
         store = Store(tmp_path)
-        with pytest.raises(NodeError, match="schema 99, this program knows 1"):
+        with pytest.raises(NodeError, match="schema 99, this program knows 2"):
             await store.open(5.0)
         await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_store_of_the_first_version_is_migrated_and_its_copy_is_kept(tmp_path):
+    db = sqlite3.connect(tmp_path / "coordinator.db")
+    db.executescript(schema.TABLES + "PRAGMA user_version = 1;")
+    start = {"cluster_id": "old", "epoch": "7", "event_seq": "0", "last_fence": "0"}
+    db.executemany("INSERT INTO meta VALUES (?, ?)", start.items())
+    db.execute("INSERT INTO nodes VALUES ('n1', 'n1', 'h', 1, 'lost', '0', 'a', 'm', '[]')")
+    db.commit()
+    db.close()
+
+    async def scenario():
+        store = Store(tmp_path)
+        state = await store.open(5.0)
+        await store_all(store, state, *story())
+        await store.close()
+        again = Store(tmp_path)
+        loaded = await again.open(6.0)
+        await again.close()
+        assert (loaded.cluster_id, loaded.epoch) == ("old", 9)
+        assert loaded.nodes["n2"].drain is not None
+        with sqlite3.connect(tmp_path / "coordinator.db.v1") as copy:
+            assert copy.execute("PRAGMA user_version").fetchone() == (1,)
+            assert copy.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone() == ("7",)
+        copy.close()
 
     asyncio.run(scenario())
 

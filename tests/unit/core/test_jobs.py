@@ -153,7 +153,7 @@ def test_every_job_has_its_own_start_timeout_for_the_preparation_and_again_for_t
     c = cluster(2, 2).feed(submission(start_timeout_s=7))
     assert effects.ArmStartDeadline(1, 7) in c.effects
     assert effects.ArmStartDeadline(1, 7) in c.prepare().effects
-    assert effects.pending(c.state) == (effects.ArmStartDeadline(1, 7),)
+    assert effects.pending(c.state, c.now_s) == (effects.ArmStartDeadline(1, 7),)
     c.feed(events.StartDeadlinePassed(1)).empty()
     assert "not every rank joined within 7 s (recovery.start_timeout)" in c.job().failure.message
 
@@ -275,7 +275,7 @@ def test_a_new_process_holds_no_session_and_arms_the_deadlines_of_starting_attem
     c = cluster(2, 2).feed(submission("j1", name="a")).run()
     c.feed(submission("j2", name="b"), events.CoordinatorStarted())
     assert {each.state for each in c.state.nodes.values()} == {NodeState.DISCONNECTED}
-    assert effects.pending(c.state) == (effects.ArmStartDeadline(2, 600),)
+    assert effects.pending(c.state, c.now_s) == (effects.ArmStartDeadline(2, 600),)
 
 
 def test_no_table_leads_out_of_a_terminal_state():

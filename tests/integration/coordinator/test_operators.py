@@ -1,0 +1,74 @@
+"""What operators do, through pipectl and real gRPC, with nodes that speak the real protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from pipeapi.v1 import cluster_pb2, nodes_pb2
+from tests.integration.coordinator.conftest import Served
+from tests.integration.coordinator.scripted import ScriptedNode, spec, until
+
+
+async def pipectl(address: str, *arguments: str) -> tuple[int, str]:
+    """Run one command; return its exit code and what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "pipectl", "--coordinator", address, *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    printed, _ = await process.communicate()
+    return process.returncode or 0, printed.decode()
+
+
+def test_a_drain_ends_when_the_node_is_empty_and_its_flags_outlive_the_coordinator(served: Served) -> None:
+    async def scenario() -> None:
+        async with (
+            served() as (coordinator, client),
+            ScriptedNode(coordinator.address, "n1", holds=("stop",)).running() as node,
+        ):
+            job_id = (await client.submit(spec())).job_id
+            fence = (await client.until_state(job_id, "RUNNING")).fence
+            draining = asyncio.create_task(
+                pipectl(coordinator.address, "drain", "n1", "--deadline", "0", "--why", "ram")
+            )
+            await client.until_state(job_id, "PREEMPTING")
+            await coordinator.kill()
+            await coordinator.start()
+            assert [each.state for each in (await client.nodes())["n1"].attempts] == ["stopping"]
+            await until(lambda: node.desired[fence].phase == nodes_pb2.PHASE_STOP, "a STOP after the restart")
+            node.report(fence, attempt_empty=nodes_pb2.AttemptEmpty())
+            await client.until_state(job_id, "QUEUED")
+            code, printed = await draining
+            assert (code, printed.endswith("n1 is drained\n")) == (0, True), printed
+            assert "n1 waits for gpt" in printed
+            listed = (await pipectl(coordinator.address, "get", "nodes"))[1]
+            assert "drained by " in listed and ": ram; empty" in listed
+            code, printed = await pipectl(coordinator.address, "uncordon", "n1")
+            assert (code, printed) == (0, "n1: READY, open\n")
+            assert (await client.until_state(job_id, "RUNNING")).attempt == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_node_is_forgotten_and_a_live_one_is_not(served: Served) -> None:
+    async def scenario() -> None:
+        async with served() as (coordinator, client):
+            async with ScriptedNode(coordinator.address, "n1").running():
+                job_id = (await client.submit(spec())).job_id
+                await client.until_state(job_id, "RUNNING")
+                code, printed = await pipectl(coordinator.address, "forget", "n1")
+                assert code == 7 and "node n1 is ready, not lost" in printed
+
+            async def is_lost() -> bool:
+                return (await client.nodes())["n1"].state == cluster_pb2.NODE_STATE_LOST
+
+            await until(is_lost, "the end of its lease")
+            code, printed = await pipectl(coordinator.address, "forget", "n1", "--why", "burnt")
+            assert (code, printed) == (0, "n1 (id-n1) is forgotten\n")
+            assert "n1" not in await client.nodes()
+            failure = (await client.until_state(job_id, "FAILED")).failure
+            assert failure.node_name == "n1" and "vanished" in failure.message
+            assert (await pipectl(coordinator.address, "cordon", "n2"))[0] == 3
+
+    asyncio.run(scenario())
