@@ -30,6 +30,7 @@ def drained_forward(wiring: Wiring, index: int, stage: int, chunk: int) -> Call:
 
     def forward() -> None:
         _wait(wiring, wiring.transfers(Op.RECV_F, stage, chunk))
+        wiring.runners[stage].join_forward(chunk)
         made: tuple[torch.Tensor, ...] = ()
         for value in outputs:
             layout = flight.shapes[chunk].edges[value] if value in sent else ((0,), (1,), torch.float32)
@@ -54,6 +55,7 @@ def drained_backward(wiring: Wiring, index: int, op: Op, stage: int, chunk: int,
                 for work, _ in flight.sent[send]:
                     settle(work, wiring.placement.stage_ranks[peer])
                 flight.sent[send] = ()
+        wiring.runners[stage].join_backward(chunk)
         flight.returned[index] = [None] * len(wiring.runners[stage].spec.inputs)
         if is_last:
             wiring.reductions.abandon(stage)

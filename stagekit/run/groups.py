@@ -141,6 +141,14 @@ class Groups:
         group = self.replicas or _new_group([self._members[self.pipeline_rank]])
         return DeviceMesh.from_group(group, self.comm_device.type, mesh_dim_names=("replicas",))
 
+    def more_replicas(self, is_wanted: bool) -> dist.ProcessGroup | None:
+        """Return another group of the ranks in `replicas`, whose collectives keep an order of their own, if any rank of
+        the world wants one. Called on every rank.
+        """
+        if self.replicas is None or not self.any_of_world(is_wanted):
+            return None
+        return _new_group(dist.get_process_group_ranks(self.replicas))
+
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Return a group of these pipeline ranks for a member, None for others and for a single rank. Called on every rank."""
         if len(ranks) < 2 or self.pipeline is None:

@@ -30,6 +30,7 @@ from stagekit.run.lane import Course, Lane, RunOptions, StageSource, StepResult
 from stagekit.run.layout import Placement
 from stagekit.run.stage import StageRunner, written_states
 from stagekit.run.stats import ActionHook
+from stagekit.run.synced import Meetings, SyncedStageRunner, synced_channels
 from stagekit.run.wrapped import is_sharded, parallelized, reducer_of
 
 
@@ -72,7 +73,7 @@ class Run:
             module = source.stage_module(stage, device=device)
             if options.parallelize is not None:
                 self._parallelized[stage] = parallelized(options.parallelize, module, self.groups.replica_mesh)
-            self._runners[stage] = StageRunner(
+            self._runners[stage] = (SyncedStageRunner if synced_channels(module) else StageRunner)(
                 plan.model.stages[stage],
                 module,
                 edges,
@@ -85,6 +86,7 @@ class Run:
             self.compiled |= compile_stages(
                 self._runners, plan.model, plan.compile, device, self.groups, options.compiled
             )
+        self._synchronise_norms()
         self._sums = self._gradient_sums()
         self._written = [state for runner in self._runners.values() for state in written_states(runner.module)]
         self._states: list[tuple[Tensor, Tensor]] = []  # those, as the step found them
@@ -260,6 +262,14 @@ class Run:
         return Lane(course, options, runners, self.groups, self.device, self._sums, self._alarm)
 
     # ---- gradients and state
+
+    def _synchronise_norms(self) -> None:
+        """Have the replicas of stages with SyncBatchNorm meet from now on; on a group of all such stages of a rank."""
+        channels = {stage: synced_channels(runner.module) for stage, runner in self._runners.items()}
+        group = self.groups.more_replicas(any(channels.values())) if self.plan.trains else None
+        for stage, runner in self._runners.items():
+            if isinstance(runner, SyncedStageRunner) and group is not None:
+                runner.synchronise(Meetings(channels[stage], group, self.device, stage))
 
     def _gradient_sums(self) -> GradientSums:
         if not self.plan.trains:

@@ -285,6 +285,12 @@ class StageRunner:
         """Whether a forward is run again before its backward."""
         return self._recompute
 
+    def join_forward(self, chunk: int) -> None:
+        """In place of a forward that is not computed: exchange with replicas what it would. Nothing, in most stages."""
+
+    def join_backward(self, chunk: int) -> None:
+        """In place of a backward, or its first half, that is not computed: like `join_forward`."""
+
     def drop_all(self) -> None:
         """Forget every chunk in flight, after a failed step."""
         self._saved.clear()

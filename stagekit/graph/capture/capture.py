@@ -38,6 +38,7 @@ from stagekit.graph.passes.normalise import drop_dead_code, normalise
 from stagekit.graph.passes.propagate import line_of, propagate
 from stagekit.graph.values.build import Start, ValueSource, named_tensors, open_model
 from stagekit.plan.contract import FixedSize, GraphInput
+from stagekit.synced import recordable
 
 if TYPE_CHECKING:
     from stagekit.graph.buckets.rule import BucketRule
@@ -207,7 +208,10 @@ def capture(
     leaves, in_tree = flatten_named(args, kwargs or {}, args_spec, kwargs_spec)
     _check_examples(leaves)
     split_dims = batch_dims(leaves)
-    with torch.random.fork_rng(_generators(device_type), device_type=device_type if device_type != "cpu" else "cuda"):
+    generators = torch.random.fork_rng(
+        _generators(device_type), device_type=device_type if device_type != "cpu" else "cuda"
+    )
+    with generators, recordable():
         module, source = open_model(model, seed, start)
         with caches_stay_real(module):
             exported = export_model(module, leaves, in_tree, split_dims, device_type, training, precision)

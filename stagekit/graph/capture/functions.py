@@ -42,6 +42,7 @@ class Traits:
     written: tuple[int, ...]
     draws: bool
     digest: str  # of the class and the constants: equal wherever the same code is captured
+    function: type  # the class
 
 
 def traits_of(target: Any) -> Traits | None:
@@ -107,7 +108,7 @@ class FunctionRecorder:
         with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             written, draws = _dry_run(cls, args, self._module)
         digest = _digest(cls, constants)
-        call = function_call(cls, tree, constants, places, Traits(written, draws, digest))
+        call = function_call(cls, tree, constants, places, Traits(written, draws, digest, cls))
         tracer: Any = mode.tracer
         proxies = [tracer.unwrap_proxy(operand) for operand in operands]
         name = re.sub(r"(?<!^)(?=[A-Z][a-z])", "_", cls.__name__.strip("_")).lower()

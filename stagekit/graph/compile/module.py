@@ -24,6 +24,7 @@ from stagekit.graph.compile.written import reread_states, written_states
 from stagekit.graph.cut.stages import StageGraph, stage_fakes
 from stagekit.graph.values.build import named_tensors
 from stagekit.plan.contract import Bucket, StageSpec
+from stagekit.synced import SyncedBatchNorm
 
 if TYPE_CHECKING:
     from stagekit.graph.cut.cut import Cut
@@ -36,6 +37,7 @@ class StageModule(nn.Module):
     """
 
     buckets: tuple[Bucket, ...]
+    synced_channels: tuple[int, ...]  # of each SyncBatchNorm that a forward calls
     _run: Callable[..., tuple[Tensor, ...]]
     _compile_with: Callable[[str, DeferredLog | None], Callable[..., Any]]
     _backend = "eager"
@@ -82,6 +84,7 @@ class StageModule(nn.Module):
         draws: bool,
         has_regions: bool,
         device: str,
+        synced_channels: tuple[int, ...],
     ) -> None:
         """Set what a call runs. Called once, by `make_stage_module`; then `use_backend` says how.
 
@@ -90,6 +93,7 @@ class StageModule(nn.Module):
         """
         object.__setattr__(self, "_compile_with", compile_with)
         self._draws, self._has_regions, self._device = draws, has_regions, device
+        object.__setattr__(self, "synced_channels", synced_channels)
         self._slots = [self._slot(name) for name in states]
         self._written = [self._slot(name) for name in written]
         self._reread = [self._slot(name) for name in reread]
@@ -126,6 +130,11 @@ class StageModule(nn.Module):
     def backend_problem(self, backend: str) -> str | None:
         """Return what this machine lacks to compile the stage with `backend`, None if nothing."""
         return compile_problem("inductor" if backend == AUTO else backend, self._device)
+
+    @property
+    def draws(self) -> bool:
+        """Whether a forward draws, and so needs a seed base."""
+        return self._draws
 
     def set_seed_base(self, base: int) -> None:
         """Set what the random operations of the next forward draw from, together with their number in the capture."""
@@ -173,9 +182,18 @@ def make_stage_module(
         draws=stage.draws,
         has_regions=stage.has_regions,
         device=captured.device,
+        synced_channels=_synced_channels(stage),
     )
     module.use_backend(compile)
     return module
+
+
+def _synced_channels(stage: StageGraph) -> tuple[int, ...]:
+    """Return how many channels each call of SyncedBatchNorm normalises."""
+    calls = [
+        node for node in stage.graph.nodes if (traits := traits_of(node.target)) and traits.function is SyncedBatchNorm
+    ]
+    return tuple(int(node.all_input_nodes[0].meta["val"].shape[1]) for node in calls)
 
 
 def _materialise(
