@@ -77,6 +77,11 @@ class Agreement:
         return pytree.treespec_loads(self.target.target_tree) if self.target and self.target.target_tree else None
 
 
+def words_of(given: str, refusal: Exception | None) -> str:
+    """Return what a rank says on the first call of its kind: what it was given, or why it refuses."""
+    return json.dumps([str(refusal or ""), given])
+
+
 def exchange_text(text: str, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
     """Return the `text` of every rank of `group` (None: the world), in rank order."""
     world = dist.get_world_size(group)
@@ -170,26 +175,19 @@ class Header:
         fixed = tuple(symbol.example for symbol in spec.symbols if not symbol.is_batch)
         return cls(rows * num_chunks, fixed, tuple((1,) * ndim for ndim in target_ndims), is_refused=True)
 
-    def pack(self, device: torch.device) -> Tensor:
-        """Return the header as int64."""
-        flat = [
+    def pack(self) -> list[int]:
+        """Return the header as numbers."""
+        return [
             -self.rows if self.is_refused else self.rows,
             *self.symbols,
             *(size for leaf in self.target_sizes for size in leaf),
         ]
-        return torch.tensor(flat, dtype=torch.int64, device=device)
 
     @classmethod
-    def unpack(cls, tensor: Tensor, num_symbols: int, target_ndims: Sequence[int]) -> Header:
+    def unpack(cls, flat: Sequence[int], num_symbols: int, target_ndims: Sequence[int]) -> Header:
         """Inverse of `pack`."""
-        flat = [int(value) for value in tensor.tolist()]
         sizes, at = [], 1 + num_symbols
         for ndim in target_ndims:
             sizes.append(tuple(flat[at : at + ndim]))
             at += ndim
         return cls(abs(flat[0]), tuple(flat[1 : 1 + num_symbols]), tuple(sizes), is_refused=flat[0] < 0)
-
-    @staticmethod
-    def length(num_symbols: int, target_ndims: Sequence[int]) -> int:
-        """Return how many int64s a header has."""
-        return 1 + num_symbols + sum(target_ndims)

@@ -97,17 +97,17 @@ def check_fixed_shapes(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[i
                 )
 
 
-def check_mode(device: str, *, train: bool) -> None:
-    """Raise UserError for a mode of the caller's that would change what the captured stages compute, or what they send."""
+def check_mode(device: str, call: str, *, train: bool) -> None:
+    """Raise UserError where `call` is made under a mode of the caller's that would change what the captured stages compute, or what they send."""
     for kind in {"cpu", device}:
         if torch.is_autocast_enabled(kind):
             raise UserError(
-                f"step() is called under torch.autocast({kind!r}, {torch.get_autocast_dtype(kind)}), which would change what "
-                "the captured model computes and sends; enter autocast inside the model's forward, or call step() outside of it"
+                f"{call} is called under torch.autocast({kind!r}, {torch.get_autocast_dtype(kind)}), which would change what "
+                f"the captured model computes and sends; enter autocast inside the model's forward, or call {call} outside of it"
             )
     if train and torch.is_inference_mode_enabled():
         raise UserError(
-            "step() is called under torch.inference_mode(), where nothing can train; use eval(), or leave it"
+            f"{call} is called under torch.inference_mode(), where nothing can train; use eval(), or leave it"
         )
 
 

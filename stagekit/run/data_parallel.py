@@ -249,14 +249,19 @@ class GradientSums:
         for reducer in self._reducers.values():
             reducer.recorder = recorder
 
+    @property
+    def synchronises(self) -> bool:
+        """Whether the next step's gradients are summed over ranks."""
+        return self._now
+
     @contextmanager
-    def unsynchronised(self) -> Iterator[None]:
-        """Steps inside leave each rank its own gradients; the next step outside sums them with its own."""
-        self._now = False
+    def synchronised(self, now: bool) -> Iterator[None]:
+        """Steps inside sum, or leave each rank its own gradients; the next step that sums adds those to its own."""
+        before, self._now = self._now, now
         try:
             yield
         finally:
-            self._now = True
+            self._now = before
 
     def begin(self) -> None:
         """Keep what `.grad` holds, in case the step fails; set it aside where it is summed already.

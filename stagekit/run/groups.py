@@ -193,6 +193,18 @@ class Groups:
             dist.all_reduce(said, group=self.replicas)
         return int(said)
 
+    def gather_over_replicas(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the `values`, equally many everywhere, of each replica's rank at this place of the pipeline."""
+        if self.replicas is None:
+            return [list(values)]
+        own = torch.tensor(list(values), dtype=torch.int64, device=self.comm_device)
+        parts = [torch.empty_like(own) for _ in range(self._num_replicas)]
+        try:
+            dist.all_gather(parts, own, group=self.replicas)
+        except RuntimeError as error:
+            raise PeerError(f"asking what the other replicas call: {error}") from error
+        return [[int(value) for value in part.tolist()] for part in parts]
+
     def sum_over_world(self, tensor: Tensor) -> None:
         """Sum `tensor` over every rank, in place. Raises PeerError."""
         if self._world is None or dist.get_world_size(self._world) == 1:

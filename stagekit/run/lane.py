@@ -7,6 +7,7 @@ the same parameters and groups. Decides nothing about gradients. Called by stage
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,18 +22,18 @@ from stagekit.plan.actions import Action, Op
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.shapes import chunk_sizes, evaluate
 from stagekit.run import chunks as chunking
-from stagekit.run.agreement import Agreement, Given, Header, agree
+from stagekit.run.agreement import Agreement, Given, Header, agree, words_of
 from stagekit.run.alarm import Alarm
 from stagekit.run.executor import Executor, Reductions, Step
 from stagekit.run.groups import Groups
 from stagekit.run.inputs import InputExchange
 from stagekit.run.inputs import Shape as WholeShape
-from stagekit.run.layout import TAG_HEADER, ChunkShapes, Placement, torch_dtype
+from stagekit.run.layout import ChunkShapes, Placement, torch_dtype
 from stagekit.run.loss import LossFunction, LossRunner, LossWeight, output_weights
 from stagekit.run.merge import Rule, merge_outputs
+from stagekit.run.opening import Call, Opening, Openings
 from stagekit.run.stage import StageRunner
 from stagekit.run.stats import Recorder
-from stagekit.run.transport import settle
 from stagekit.run.wrapped import Parallelize
 
 _MOST_SHAPES = 64  # remembered, of chunks: lengths of text may differ from step to step
@@ -116,16 +117,24 @@ class Lane:
         device: torch.device,
         reductions: Reductions,
         alarm: Alarm | None,
+        openings: Openings,
     ) -> None:
+        self._openings = openings
         self.source, self.options, self.train = course.source, options, course.train
         self._course, self._placement, self._runners = course, course.placement, runners
         self._groups, self._device, self._reductions, self._alarm = groups, device, reductions, alarm
         self._spec, self._num_chunks = course.source.spec, course.placement.num_chunks
         self._executor: Executor | None = None
         self._agreement = Agreement({}, None)
+        self._call = Call.STEP
         self._loss: LossRunner | None = None
         self.is_refused = False  # the step that begins: this rank goes through its list without computing
         self._shapes: dict[tuple[tuple[str, int], ...], ChunkShapes] = {}
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether a first step agreed who passes what, on every rank alike."""
+        return self._executor is not None
 
     @property
     def executor(self) -> Executor:
@@ -147,20 +156,33 @@ class Lane:
         kwargs: Mapping[str, Any],
         target: Any,
         *,
-        number: int,
+        opening: Opening,
         keep_output: bool,
         loss_scale: float = 1.0,
+        refusal: Exception | None = None,
     ) -> Executor:
-        """Agree on the batch and hand it out; the executor is ready to run its list."""
-        refusal: Exception | None = None
+        """Agree on the batch and hand it out; the executor is ready to run its list.
+
+        `opening` was heard from the first rank. `refusal`: why this rank can't take part; the list is then gone through
+        without computing.
+        """
+        self._call, number = opening.call, opening.number
         leaves: list[Any] = [None] * len(self._spec.inputs)
         try:
-            leaves = self._flatten(args, kwargs)
-            target = self._as_on_the_first_step(target)
+            if refusal is None:
+                leaves = self._flatten(args, kwargs)
+                target = self._as_on_the_first_step(target)
         except Exception as error:
             refusal = error
-        executor = self._executor or self._prepare(leaves, target, refusal)
-        header = self._share_header(leaves, target, number, refusal)
+        if self._executor is None:
+            if self._placement.rank == 0:
+                self._openings.tell(opening)
+            executor = self._prepare(leaves, target, refusal)
+            if self._placement.rank != 0:
+                opening = self._openings.receive()
+        else:
+            executor = self._executor
+        header = self._share_header(leaves, target, opening, refusal)
         self.is_refused = header.is_refused
         if self._placement.rank != 0 and not self.is_refused:  # rank 0 checked its own before it made the header
             try:
@@ -211,12 +233,15 @@ class Lane:
             result.losses, result.weights = loss.losses, loss.weights
         return result
 
-    def pass_over(self) -> StepResult:
+    def pass_over(self, opening: Opening) -> StepResult:
         """Join what the replicas exchange in a step for which this one has no batch; like `end`."""
+        if self._placement.rank == 0:
+            self._openings.tell(opening)
         if self._loss is not None:
             self._loss.begin()
             self._loss.abandon()
-        return self._share([0.0] * (2 + 3 * self._num_chunks))
+        has_failed = self._alarm is not None and self._alarm.rang
+        return self._share([0.0] * (1 + 3 * self._num_chunks) + [float(has_failed)])
 
     def _share(self, flat: list[float]) -> StepResult:
         status = torch.tensor(flat, dtype=torch.float64, device=self._groups.comm_device)
@@ -289,7 +314,7 @@ class Lane:
                 text = self._given.to_json()
         except UserError as error:
             refusal = error
-        said = [json.loads(word) for word in self._groups.exchange(json.dumps([str(refusal or ""), text]))]
+        said = [json.loads(word) for word in self._groups.exchange(words_of(text, refusal))]
         if refusal is not None:
             raise refusal
         wrong = next((rank for rank, (words, _) in enumerate(said) if words), None)
@@ -319,30 +344,23 @@ class Lane:
             return ()
         return self._agreement.target.target_ndims
 
-    def _share_header(self, leaves: Sequence[Any], target: Any, number: int, refusal: Exception | None) -> Header:
+    def _share_header(self, leaves: Sequence[Any], target: Any, opening: Opening, refusal: Exception | None) -> Header:
         """Rank 0 reads rows and sizes off its arguments and tells the others, also that it refuses them."""
         fixed = [symbol for symbol in self._spec.symbols if not symbol.is_batch]
         ndims = self._sent_target_ndims
-        transport, device = self._groups.transport(), self._groups.comm_device
         if self._placement.rank != 0:
-            buffer = torch.empty(Header.length(len(fixed), ndims), dtype=torch.int64, device=device)
-            settle(transport.recv([buffer], 0, TAG_HEADER), 0)
-            header = Header.unpack(buffer, len(fixed), ndims)
+            header = Header.unpack(opening.header, len(fixed), ndims)
             if header.is_refused and self._alarm is not None:
                 self._alarm.rang = True  # before its thread hears it
             return header
         try:
-            header = self._read_header(leaves, target, ndims, number, refusal)
+            header = self._read_header(leaves, target, ndims, opening.number, refusal)
         except Exception as error:
             if self._alarm is None:
                 raise
             self._alarm.report(error)
             header = Header.refused(self._spec, self._num_chunks, ndims)
-        packed = header.pack(device)
-        peers = range(1, max(self._placement.stage_ranks) + 1)
-        works = [(transport.send([packed], peer, TAG_HEADER), peer) for peer in peers]
-        for work, peer in works:
-            settle(work, peer)
+        self._openings.tell(dataclasses.replace(opening, is_first=False), header.pack())
         return header
 
     def _read_header(
@@ -375,21 +393,22 @@ class Lane:
         """Refuse a step that lacks what this rank passed on the first one, and one under another mode than the capture's."""
         if refusal is not None:
             raise refusal
-        chunking.check_mode(self._device.type, train=self.train)
+        call = self._call.word
+        chunking.check_mode(self._device.type, call, train=self.train)
         pairs = zip(self._spec.inputs, self._given.inputs, leaves, strict=True)
         missing = [declared.name for declared, given, leaf in pairs if given and not isinstance(leaf, Tensor)]
         if self._given.target_tree is not None and target is None:
             missing.append("target")
         if target is not None and self._agreement.target is None and self._given.target_tree is None:
             raise UserError(
-                f"rank {self._placement.rank} passed a target on step {number} but none on the first step, so that nobody "
-                "computes a loss; who passes what is agreed once: pass a target on every step, or on none"
+                f"rank {self._placement.rank} passed a target to {call} at step {number}, but none to the first {call}, so that "
+                f"nobody computes a loss; who passes what is agreed once: pass a target to every {call}, or to none"
             )
         self._check_kinds(leaves, target)
         if missing:
             raise UserError(
-                f"rank {self._placement.rank} passed {', '.join(missing)} on the first step but not on step {number}; "
-                "who passes what is agreed once: pass the same on every step"
+                f"rank {self._placement.rank} passed {', '.join(missing)} to the first {call}, but not to the one at step {number}; "
+                f"who passes what is agreed once: pass the same to every {call}"
             )
 
     def _as_on_the_first_step(self, target: Any) -> Any:
@@ -401,7 +420,7 @@ class Lane:
             return pytree.tree_unflatten(tree.flatten_up_to(target), tree)
         except ValueError as error:
             raise UserError(
-                f"the target is built otherwise than on the first step ({error}); pass the same keys and lengths on every step"
+                f"the target is built otherwise than that of the first {self._call.word} ({error}); pass the same keys and lengths every time"
             ) from error
 
     def _check_kinds(self, leaves: Sequence[Any], target: Any) -> None:
@@ -412,8 +431,8 @@ class Lane:
             )
             if kinds != self._given.target_dtypes:
                 raise UserError(
-                    f"the target holds {', '.join(kinds)}, on the first step it held {', '.join(self._given.target_dtypes)}; "
-                    "pass the same types on every step"
+                    f"the target holds {', '.join(kinds)}, that of the first {self._call.word} held "
+                    f"{', '.join(self._given.target_dtypes)}; pass the same types every time"
                 )
         for number, leaf in enumerate(leaves):
             if self.train and isinstance(leaf, Tensor) and leaf.requires_grad:

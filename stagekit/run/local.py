@@ -61,7 +61,7 @@ class LocalRun:
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> tuple[float, Any]:
         """Run one step; return the loss and the merged output."""
-        chunking.check_mode("cpu", train=self._plan.trains)
+        chunking.check_mode("cpu", "run_local()", train=self._plan.trains)
         leaves = self._source.flatten_inputs(args, kwargs)
         rows = chunking.batch_rows(self._plan.model, leaves)
         if rows is None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, runtime_checkable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stagekit.errors import UserError
+from stagekit.errors import BugError, UserError
 from stagekit.plan.actions import Action
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.lowering import routes_of
@@ -28,6 +28,7 @@ from stagekit.run.executor import Executor
 from stagekit.run.groups import Groups
 from stagekit.run.lane import Course, Lane, RunOptions, StageSource, StepResult
 from stagekit.run.layout import Placement
+from stagekit.run.opening import Call, Opening, Openings
 from stagekit.run.stage import StageRunner, written_states
 from stagekit.run.stats import ActionHook
 from stagekit.run.synced import Meetings, SyncedStageRunner, synced_channels
@@ -93,7 +94,8 @@ class Run:
         self._hooks: list[ActionHook] = []
         course = Course(source, self.placement, plan.fingerprint, self._lists, train=plan.trains)
         self._alarm = self.groups.alarm()
-        self._lane = Lane(course, options, self._runners, self.groups, device, self._sums, self._alarm)
+        self._openings = Openings(self.groups, plan.num_ranks)
+        self._lane = Lane(course, options, self._runners, self.groups, device, self._sums, self._alarm, self._openings)
         self._evaluation: Lane | None = None
         self.step_number = 0
         self._is_closed = False
@@ -114,10 +116,11 @@ class Run:
         words and traceback: gradients and buffers are then as before, and the next step can run. PeerError for a lost
         neighbour.
         """
-        self.begin_step(*args, target=target, **kwargs)
-        with self._undone_on_error():
-            self.executor.run_list()
-        return self.end_step()
+        with nullcontext() if self.plan.trains else torch.inference_mode(False):
+            self.begin_step(*args, target=target, **kwargs)
+            with self._undone_on_error():
+                self.executor.run_list()
+            return self.end_step()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Steps inside are not summed over replicas and ties; the first one outside sums theirs with its own.
@@ -125,7 +128,7 @@ class Run:
         To accumulate gradients over steps at the price of one sum. Every rank enters it alike. A step inside raises
         UserError where gradients are there that were summed already.
         """
-        return self._sums.unsynchronised()
+        return self._sums.synchronised(False)
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
@@ -141,15 +144,25 @@ class Run:
 
     def begin_step(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
         """Agree on the batch and hand it out; then `perform_chunk` or the whole list, then `end_step`."""
-        if self._is_closed:
-            raise UserError("this run was closed; deploy the pipeline again")
+        opening = self._open(Call.STEP if self._sums.synchronises else Call.UNSYNCED_STEP, self._lane)
+        self._begin_step(opening, args, kwargs, target)
+
+    def _begin_step(
+        self,
+        opening: Opening,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        refusal: Exception | None = None,
+    ) -> None:
         self._lane.begin(
             args,
             kwargs,
             target,
-            number=self.step_number,
+            opening=opening,
             keep_output=self.keep_output,
             loss_scale=self.loss_scale,
+            refusal=refusal,
         )
         self._sums.attach(self.executor.recorder)
         try:
@@ -183,14 +196,47 @@ class Run:
             executor.recorder.replay(self.groups.global_rank, self._hooks)
         return result
 
+    # ---- what the other ranks call
+
+    def _open(self, call: Call, lane: Lane | None) -> Opening:
+        """Return how the first rank opens this call. Where that calls something else, take part in it and raise."""
+        if self._is_closed:
+            raise UserError("this run was closed; deploy the pipeline again")
+        own = Opening(call, self.step_number, is_first=lane is None or not lane.is_prepared)
+        opening = self._openings.hear(own)
+        problem = opening.problem_with(own, self.groups.global_rank)
+        if problem is not None:
+            self._follow(opening, problem)
+        return opening
+
+    def _follow(self, opening: Opening, problem: Exception) -> NoReturn:
+        """Go through the call that the other ranks make without computing, so that nobody waits. Raises on all of them."""
+        if opening.is_first:
+            self._openings.refuse(opening, problem)
+        elif opening.call is Call.PASS_STEP:
+            self._lane.refuse(problem)
+            self._lane.pass_over(opening)
+        elif opening.call is Call.EVAL:
+            self._evaluate(opening, (), {}, None, problem)
+        else:
+            with self._sums.synchronised(opening.call is Call.STEP):
+                self._begin_step(opening, (), {}, None, problem)
+                self.raise_if_refused()
+        raise BugError(f"a step that a rank refused went through: {problem}") from problem
+
     def pass_step(self) -> StepResult:
         """Join a step of the other replicas for which this one has no batch, in a pipeline that runs forward only.
 
-        Raises BugError before the first step, and like `step`.
+        Raises UserError before the first step, and like `step`.
         """
         if self.plan.trains:
             raise UserError("a replica without a batch can't train: its gradients would be missing")
-        result = self._lane.pass_over()
+        opening = self._open(Call.PASS_STEP, self._lane)
+        if opening.is_first:
+            self._openings.refuse(
+                opening, UserError("the first step needs a batch on every replica: who passes what is agreed on it")
+            )
+        result = self._lane.pass_over(opening)
         self.step_number += 1
         return result
 
@@ -221,8 +267,26 @@ class Run:
         if not self.plan.trains:
             with self._same_random_state():
                 return self.step(*args, target=target, **kwargs)
-        lane = self._evaluation = self._evaluation or self._make_evaluation()
-        lane.begin(args, kwargs, target, number=self.step_number, keep_output=True)
+        opening = self._open(Call.EVAL, self._evaluation)
+        with torch.inference_mode(False):  # the tensors that are kept for later ones must do outside of that mode too
+            if self._evaluation is None:
+                try:
+                    self._evaluation = self._make_evaluation()
+                except Exception as error:
+                    self._openings.refuse(opening, error)
+            return self._evaluate(opening, args, kwargs, target)
+
+    def _evaluate(
+        self,
+        opening: Opening,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        refusal: Exception | None = None,
+    ) -> StepResult:
+        lane = self._evaluation
+        assert lane is not None
+        lane.begin(args, kwargs, target, opening=opening, keep_output=True, refusal=refusal)
         with self._same_random_state():
             lane.executor.run_list()
         lane.executor.finish()
@@ -259,7 +323,7 @@ class Run:
         rules = self.options.output_rules if len(self.options.output_rules) == len(spec.outputs) else ()
         options = dataclasses.replace(self.options, output_rules=rules)
         course = Course(source, placement, f"{spec.graph_hash} {plan.fingerprint}", lists, train=False)
-        return Lane(course, options, runners, self.groups, self.device, self._sums, self._alarm)
+        return Lane(course, options, runners, self.groups, self.device, self._sums, self._alarm, self._openings)
 
     # ---- gradients and state
 

@@ -380,8 +380,8 @@ def test_targets_may_be_nested_and_what_is_returned_holds_no_graph(ranks):
     [
         ("autocast", "under torch.autocast('cpu', torch.bfloat16)"),
         ("float64", "args[0] is torch.float64; the model was captured with torch.float32"),
-        ("target", "the target holds bfloat16, on the first step it held float32"),
-        ("late target", "rank 0 passed a target on step 1 but none on the first step"),
+        ("target", "the target holds bfloat16, that of the first step() held float32"),
+        ("late target", "rank 0 passed a target to eval() at step 1, but none to the first eval()"),
     ],
 )
 def test_another_type_or_mode_from_the_second_step_on_is_refused_on_every_rank(ranks, what, words):

@@ -120,7 +120,7 @@ def test_each_rank_may_pass_only_what_it_owns(ranks):
 
 def test_an_argument_left_out_of_a_later_step_is_refused_everywhere_and_the_next_step_runs(ranks):
     (first, refused, third), (other_first, victim, other_third) = (rank["forgets"] for rank in ranks[:2])
-    assert "rank 0 passed args[0] on the first step but not on step 1" in refused
+    assert "rank 0 passed args[0] to the first step(), but not to the one at step 1" in refused
     assert victim == refused  # in the words of the rank that refused
     assert first == third == other_first == other_third
 

@@ -84,7 +84,7 @@ def test_gradients_of_a_step_without_sync_are_summed_with_the_next_ones(group: d
     sums = GradientSums({0: made}, {}, list(own.values()))
     for parameter in own.values():
         parameter.grad = None
-    with sums.unsynchronised():
+    with sums.synchronised(False):
         step(sums, own, 1.0)
         step(sums, own, 2.0)
     assert (made.num_launched, values(own)) == (0, {(3.0, 3.0)})
@@ -97,11 +97,11 @@ def test_gradients_of_a_step_without_sync_are_summed_with_the_next_ones(group: d
 def test_a_step_without_sync_on_top_of_summed_gradients_is_refused(group: dist.ProcessGroup) -> None:
     own = parameters()
     sums = GradientSums({0: reducer(own, group)}, {}, list(own.values()))
-    with sums.unsynchronised(), pytest.raises(UserError, match="zero the gradients first"):
+    with sums.synchronised(False), pytest.raises(UserError, match="zero the gradients first"):
         step(sums, own, 1.0)
     for parameter in own.values():
         assert parameter.grad is not None
         parameter.grad.zero_()
-    with sums.unsynchronised():
+    with sums.synchronised(False):
         step(sums, own, 1.0)
     assert values(own) == {(1.0, 1.0)}

@@ -23,6 +23,6 @@ def test_a_targets_keys_may_come_in_any_order_but_not_be_others() -> None:
     first = run.step(x, target={"near": near, "far": far}).loss
     assert run.step(x, target={"far": far, "near": near}).loss == first
     for other in ({"near": near, "away": far}, [near, far], {"near": near}):
-        with pytest.raises(UserError, match="the target is built otherwise than on the first step"):
+        with pytest.raises(UserError, match="the target is built otherwise than that of the first step"):
             run.step(x, target=other)
     assert run.step(x, target={"near": near, "far": far}).loss == first
