@@ -24,6 +24,8 @@ COMMANDS = {
     "uncordon": ("node", "Open a node to new work again; ends a drain, too."),
     "drain": ("node", "Empty a node: no new work, and what still runs at the deadline is stopped."),
     "forget": ("node", "Give up a lost node for good: its slots are freed, its unfinished ranks are lost."),
+    "hold": ("hold", "Keep a queued job from being placed."),
+    "release": ("hold", "Let a held job be placed."),
     "events": ("events", "Print what happened to a job, or to everything."),
     "version": ("version", "Print versions of client and coordinator."),
 }

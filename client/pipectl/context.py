@@ -1,8 +1,10 @@
-"""Which coordinator: flag > PIPECTL_COORDINATOR > ~/.config/pipectl/config.yaml > 127.0.0.1:7400."""
+"""Who asks, and which coordinator: flag > PIPECTL_COORDINATOR > ~/.config/pipectl/config.yaml > 127.0.0.1:7400."""
 
 from __future__ import annotations
 
+import getpass
 import os
+import platform
 from pathlib import Path
 
 from pipectl.errors import CommandError, Exit
@@ -31,3 +33,12 @@ def coordinator_address(flag: str | None) -> str:
         return str(data.get("coordinator", DEFAULT))
     except (OSError, yaml.YAMLError, AttributeError) as error:
         raise CommandError(f"can't read {path}: {error}", Exit.USAGE, "write e.g. coordinator: 10.0.0.1:7400") from None
+
+
+def whoami() -> str:
+    """Return user@host, which operators' commands leave for others to see. Nobody checks it."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a uid without a name
+        user = "unknown"
+    return f"{user}@{platform.node()}"

@@ -112,7 +112,7 @@ def size(num_bytes: int) -> str:
 def progress_line(job: jobs_pb2.Job) -> str:
     """Return one line that says where a job is."""
     name = state_name(job)
-    if job.state == jobs_pb2.JOB_STATE_QUEUED:
+    if job.state in (jobs_pb2.JOB_STATE_QUEUED, jobs_pb2.JOB_STATE_HELD):
         return f"{name}: {safe(job.pending_reason)}" if job.pending_reason else name
     progress = job.progress
     if progress.step:

@@ -72,6 +72,7 @@ def spec_from_proto(message: spec_pb2.JobSpec) -> JobSpec:
         stages_of_ranks=tuple(message.pipeline.stages_of_ranks),
         schedule_csv=message.pipeline.schedule_csv,
         placement=message.resources.placement or "spread",
+        priority=message.priority,
     )
 
 

@@ -68,6 +68,7 @@ def to_proto(
         start_timeout_s=job.recovery.start_timeout,
         init=job.init,
         weights=job.weights or "",
+        priority=job.priority,
     )
     if (size := json_bytes(message)) > MAX_SPEC_BYTES:
         hint = "put large values into a file in `source`, or on a path that every node sees"
@@ -120,6 +121,7 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
         "source": spec.source_sha256 or None,
         "init": spec.init or "auto",
         "weights": spec.weights or None,
+        "priority": spec.priority,
         "pipeline": {
             "stages": pipeline.stages,
             "stages_per_rank": list(pipeline.stages_of_ranks) or pipeline.stages_per_rank,

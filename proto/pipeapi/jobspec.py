@@ -264,6 +264,13 @@ class JobFile(_Strict):
         None,
         description="absolute path of start weights on every node: a safetensors file, a folder of them, a checkpoint",
     )
+    priority: int = Field(
+        0,
+        ge=-1000,
+        le=1000,
+        description="jobs of a higher one go first, and may take the slots of lower ones, which are stopped with their grace and "
+        "queued again",
+    )
     pipeline: Pipeline
     train: Train
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where every slot is a CUDA device")

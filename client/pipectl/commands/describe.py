@@ -45,6 +45,7 @@ def show(job: jobs_pb2.Job) -> None:
             "Pipeline",
             f"{pipeline.stages} stages × {pipeline.replicas} replicas, {pipeline.schedule}, {pipeline.chunks or 'auto'} chunks",
         ),
+        ("Priority", f"{job.spec.priority}"),
         ("Training", f"{train.steps} steps, seed {train.seed}"),
     ]
     if job.plan.stages:

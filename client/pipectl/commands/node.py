@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import platform
 import sys
 import time
 
@@ -13,7 +11,7 @@ from pipeapi.v1 import cluster_pb2
 from pipeapi.values import parse_duration
 from pipectl import output
 from pipectl.api import Coordinator
-from pipectl.context import coordinator_address
+from pipectl.context import coordinator_address, whoami
 from pipectl.errors import CommandError, Exit
 
 POLL_S = 0.5
@@ -27,7 +25,7 @@ _why = click.option("--why", default="", metavar="TEXT", help="Shown to whoever 
 def cordon(coordinator: str | None, node: str, why: str) -> None:
     """Give NODE no new work; what runs there goes on."""
     api = Coordinator(coordinator_address(coordinator))
-    request = cluster_pb2.CordonNodeRequest(node=node, who=_me(), why=why)
+    request = cluster_pb2.CordonNodeRequest(node=node, who=whoami(), why=why)
     _told(api.call(api.cluster.CordonNode, request).node)
 
 
@@ -37,7 +35,7 @@ def cordon(coordinator: str | None, node: str, why: str) -> None:
 def uncordon(coordinator: str | None, node: str) -> None:
     """Open NODE to new work again; a drain ends, what it stopped stays stopped."""
     api = Coordinator(coordinator_address(coordinator))
-    _told(api.call(api.cluster.UncordonNode, cluster_pb2.UncordonNodeRequest(node=node, who=_me())).node)
+    _told(api.call(api.cluster.UncordonNode, cluster_pb2.UncordonNodeRequest(node=node, who=whoami())).node)
 
 
 @click.command()
@@ -57,7 +55,7 @@ def drain(coordinator: str | None, node: str, deadline: str, detach: bool, why: 
     except ValueError as error:
         raise CommandError(f"--deadline: {error}", Exit.USAGE) from None
     api = Coordinator(coordinator_address(coordinator))
-    request = cluster_pb2.DrainNodeRequest(node=node, who=_me(), why=why, within_s=within_s)
+    request = cluster_pb2.DrainNodeRequest(node=node, who=whoami(), why=why, within_s=within_s)
     found = api.call(api.cluster.DrainNode, request).node
     if detach:
         _told(found)
@@ -76,7 +74,7 @@ def forget(coordinator: str | None, node: str, why: str) -> None:
     would go on unseen. If it comes back all the same, they are stopped.
     """
     api = Coordinator(coordinator_address(coordinator))
-    request = cluster_pb2.ForgetNodeRequest(node=node, who=_me(), why=why)
+    request = cluster_pb2.ForgetNodeRequest(node=node, who=whoami(), why=why)
     found = api.call(api.cluster.ForgetNode, request).node
     output.note(f"{output.safe(found.node_name)} ({found.node_id}) is forgotten")
 
@@ -114,11 +112,3 @@ def waits_for(node: cluster_pb2.Node) -> str:
 
 def _told(node: cluster_pb2.Node) -> None:
     output.note(f"{output.safe(node.node_name)}: {output.node_state_name(node)}, {output.node_flags(node)}")
-
-
-def _me() -> str:
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):  # a uid without a name
-        user = "unknown"
-    return f"{user}@{platform.node()}"

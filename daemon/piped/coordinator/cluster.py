@@ -50,7 +50,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_pb2.CordonNodeRequest, _context: object
     ) -> cluster_pb2.CordonNodeResponse:
         node_id = find_node(self._engine.state, request.node).node_id
-        _check_texts(who=request.who, why=request.why)
+        check_texts(who=request.who, why=request.why)
         return cluster_pb2.CordonNodeResponse(
             node=await self._after(CordonRequested(node_id, request.who, request.why), node_id)
         )
@@ -59,14 +59,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_pb2.UncordonNodeRequest, _context: object
     ) -> cluster_pb2.UncordonNodeResponse:
         node_id = find_node(self._engine.state, request.node).node_id
-        _check_texts(who=request.who)
+        check_texts(who=request.who)
         return cluster_pb2.UncordonNodeResponse(
             node=await self._after(UncordonRequested(node_id, request.who), node_id)
         )
 
     async def DrainNode(self, request: cluster_pb2.DrainNodeRequest, _context: object) -> cluster_pb2.DrainNodeResponse:
         node_id = find_node(self._engine.state, request.node).node_id
-        _check_texts(who=request.who, why=request.why)
+        check_texts(who=request.who, why=request.why)
         if not 0 <= request.within_s <= MAX_DRAIN_S:
             text = f"is {request.within_s:g} s; it must be 0 to {MAX_DRAIN_S:.0f}"
             raise SpecError((FieldViolation("within_s", text),))
@@ -77,7 +77,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_pb2.ForgetNodeRequest, _context: object
     ) -> cluster_pb2.ForgetNodeResponse:
         node_id = find_node(self._engine.state, request.node).node_id
-        _check_texts(who=request.who, why=request.why)
+        check_texts(who=request.who, why=request.why)
         return cluster_pb2.ForgetNodeResponse(
             node=await self._after(ForgetRequested(node_id, request.who, request.why), node_id)
         )
@@ -104,7 +104,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         return wire.node_to_proto(state.nodes[node_id], held, lease_age_s=self._nodes.lease_age_s(node_id))
 
 
-def _check_texts(**texts: str) -> None:
+def check_texts(**texts: str) -> None:
     """Raise SpecError for a text that is missing where it must not be, or too long."""
     violations = [
         FieldViolation(name, f"has {len(t)} characters; the limit is {MAX_TEXT}")

@@ -30,7 +30,7 @@ from piped.core.model import (
     WorkerState,
 )
 
-VERSION = 2
+VERSION = 3
 
 # Of version 1; a new store is brought up by MIGRATIONS like an old one.
 TABLES = """
@@ -82,6 +82,7 @@ DROP INDEX one_live_attempt_per_job;
 CREATE UNIQUE INDEX one_live_attempt_per_job ON attempts (job_id)
   WHERE state NOT IN ('succeeded', 'failed', 'cancelled', 'aborted', 'preempted')
 """,
+    3: "ALTER TABLE jobs ADD COLUMN earmark TEXT NOT NULL DEFAULT '[]'",
 }
 
 Row = dict[str, Any]
@@ -108,7 +109,7 @@ def job_row(job: Job) -> Row:
     scalars = ("job_id", "submit_seq", "submitted_s", "pending_reason", "attempt", "fence", "aborts", "event_seq")
     row = {name: getattr(job, name) for name in (*scalars, "started_s", "finished_s")}
     row |= {"name": job.spec.name, "state": job.state.value, "spec": json.dumps(spec), "payload": payload}
-    return row | {"failure": _json(job.failure)}
+    return row | {"failure": _json(job.failure), "earmark": json.dumps(job.earmark)}
 
 
 def job_from(row: Row) -> Job:
@@ -118,6 +119,7 @@ def job_from(row: Row) -> Job:
     spec["env"] = tuple((name, value) for name, value in spec["env"])
     spec["stages_of_ranks"] = tuple(spec.get("stages_of_ranks", ()))  # absent in a job stored before there were any
     row["spec"] = JobSpec(**spec, payload=row.pop("payload"))
+    row["earmark"] = tuple((node_id, index) for node_id, index in json.loads(row["earmark"]))
     return Job(**{**row, "state": JobState(row["state"]), "failure": _failure_from(row["failure"])})
 
 

@@ -15,12 +15,13 @@ from pipeapi.v1 import jobs_pb2, jobs_pb2_grpc, spec_pb2
 from piped import wire
 from piped.coordinator.artifacts import ArtifactFiles
 from piped.coordinator.bulk import BulkLinks, FileName
+from piped.coordinator.cluster import check_texts
 from piped.coordinator.engine import Engine
 from piped.coordinator.progress import ProgressBoard
 from piped.coordinator.store import Store
 from piped.coordinator.tasks import Closing, merge
 from piped.core import placement, specs
-from piped.core.events import CancelRequested, JobSubmitted
+from piped.core.events import CancelRequested, HoldRequested, JobSubmitted, ReleaseRequested
 from piped.core.model import Attempt, AttemptState, Job, JobSpec, State
 from piped.errors import FieldViolation, NotFoundError, SpecError, UserError
 
@@ -106,6 +107,18 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         job_id = find_job(self._engine.state, request.job).job_id
         await self._engine.post(CancelRequested(job_id))
         return jobs_pb2.CancelResponse(job=self._message(job_id))
+
+    async def Hold(self, request: jobs_pb2.HoldRequest, _context: object) -> jobs_pb2.HoldResponse:
+        job_id = find_job(self._engine.state, request.job).job_id
+        check_texts(who=request.who, why=request.why)
+        await self._engine.post(HoldRequested(job_id, request.who, request.why))
+        return jobs_pb2.HoldResponse(job=self._message(job_id))
+
+    async def Release(self, request: jobs_pb2.ReleaseRequest, _context: object) -> jobs_pb2.ReleaseResponse:
+        job_id = find_job(self._engine.state, request.job).job_id
+        check_texts(who=request.who)
+        await self._engine.post(ReleaseRequested(job_id, request.who))
+        return jobs_pb2.ReleaseResponse(job=self._message(job_id))
 
     async def Logs(self, request: jobs_pb2.LogsRequest, _context: object) -> AsyncIterator[jobs_pb2.LogsResponse]:
         """Send the ranks' logs as they are on the nodes; with `follow`, until every rank is over."""

@@ -31,6 +31,19 @@ class CancelRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldRequested:
+    job_id: str
+    who: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRequested:
+    job_id: str
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
 class CordonRequested:
     node_id: str
     who: str
@@ -221,6 +234,8 @@ Event = (
     CoordinatorStarted
     | JobSubmitted
     | CancelRequested
+    | HoldRequested
+    | ReleaseRequested
     | CordonRequested
     | UncordonRequested
     | DrainRequested

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from piped.core.model import AttemptState, JobState, NodeState, State
 from piped.errors import InvariantBroken
 
+_WAITING = (JobState.QUEUED, JobState.HELD)
 _WITH_ATTEMPT = (JobState.STARTING, JobState.RUNNING, JobState.PREEMPTING, JobState.CANCELLING)
 
 
@@ -23,13 +24,18 @@ def _jobs(state: State) -> Iterator[str]:
     yield from (f"{count} live jobs are called {name!r}" for name, count in live.items() if count > 1)
     if dict(state.live_names) != {job.spec.name: job.job_id for job in state.jobs.values() if not job.is_terminal}:
         yield f"live_names says {dict(state.live_names)}"
+    heads = [job.job_id for job in state.jobs.values() if job.earmark]
+    if len(heads) > 1:
+        yield f"slots are kept for more than one job: {', '.join(heads)}"
     for job in state.jobs.values():
         attempt = state.attempts.get(job.fence)
         has_live = attempt is not None and not attempt.is_terminal
-        if job.state is JobState.QUEUED and not job.pending_reason:
-            yield f"job {job.job_id} is queued without a reason"
-        if job.state is JobState.QUEUED and has_live:
-            yield f"job {job.job_id} is queued with a live attempt"
+        if job.state in _WAITING and not job.pending_reason:
+            yield f"job {job.job_id} is {job.state.value} without a reason"
+        if job.state in _WAITING and has_live:
+            yield f"job {job.job_id} is {job.state.value} with a live attempt"
+        if job.earmark and job.state is not JobState.QUEUED:
+            yield f"job {job.job_id} is {job.state.value} and slots are kept for it"
         if job.state in _WITH_ATTEMPT and not has_live:
             yield f"job {job.job_id} is {job.state.value} without a live attempt"
         if job.is_terminal and attempt is not None and has_live and attempt.outcome is not AttemptState.SUCCEEDED:

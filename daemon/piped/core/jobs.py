@@ -14,7 +14,8 @@ from piped.errors import IllegalTransition
 MAX_ABORTS = 3  # attempts that never started before the job is given up
 
 NEXT: dict[JobState, frozenset[JobState]] = {  # what is not in a row is illegal, and raises
-    JobState.QUEUED: frozenset({JobState.STARTING, JobState.CANCELLED}),
+    JobState.QUEUED: frozenset({JobState.HELD, JobState.STARTING, JobState.CANCELLED}),
+    JobState.HELD: frozenset({JobState.QUEUED, JobState.CANCELLED}),
     JobState.STARTING: frozenset(
         {JobState.RUNNING, JobState.QUEUED, JobState.PREEMPTING, JobState.CANCELLING, JobState.FAILED}
     ),
@@ -31,7 +32,7 @@ def move(job: Job, to: JobState, now_s: float) -> Job:
     """Return `job` in state `to`. Raises IllegalTransition when NEXT has no such step."""
     if to not in NEXT[job.state]:
         raise IllegalTransition(f"job {job.job_id}: {job.state.value} -> {to.value} is not allowed")
-    moved = replace(job, state=to, pending_reason="")
+    moved = replace(job, state=to, pending_reason="", earmark=())
     if to is JobState.RUNNING and job.started_s is None:
         moved = replace(moved, started_s=now_s)
     return replace(moved, finished_s=now_s) if moved.is_terminal else moved

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from piped.core import attempts, events, maintenance, nodes, requests
+from piped.core import attempts, events, maintenance, nodes, queue, requests
 from piped.core.draft import Draft
 from piped.core.effects import Effect
 from piped.core.model import State
@@ -19,6 +19,8 @@ RULES: dict[type, Rule] = {
     events.CoordinatorStarted: nodes.coordinator_started,
     events.JobSubmitted: requests.submit,
     events.CancelRequested: requests.cancel,
+    events.HoldRequested: queue.hold,
+    events.ReleaseRequested: queue.release,
     events.CordonRequested: maintenance.cordon,
     events.UncordonRequested: maintenance.uncordon,
     events.DrainRequested: maintenance.drain,
@@ -29,7 +31,7 @@ RULES: dict[type, Rule] = {
     events.NodeDisconnected: nodes.disconnected,
     events.LeaseExpired: nodes.lease_expired,
     events.StartDeadlinePassed: attempts.start_deadline_passed,
-    events.PlacementDue: requests.place_queued,
+    events.PlacementDue: queue.place_queued,
     events.AttemptPrepared: attempts.prepared,
     events.PrepareRefused: attempts.refused,
     events.StoreListened: attempts.store_listened,

@@ -20,6 +20,7 @@ def _because(why: str) -> str:
 
 class JobState(StrEnum):
     QUEUED = "queued"  # accepted; `pending_reason` says why it has no attempt
+    HELD = "held"  # as QUEUED, but not placed until it is released
     STARTING = "starting"  # an attempt holds its slots; not every rank has joined
     RUNNING = "running"  # every rank joined
     PREEMPTING = "preempting"  # its nodes were told to stop; it goes back to the queue
@@ -66,6 +67,8 @@ class FailureReason(StrEnum):
     NUMERIC = "numeric"
     INFRA = "infra"
 
+
+SlotKey = tuple[str, int]  # node_id, slot index
 
 TERMINAL_JOB_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 TERMINAL_ATTEMPT_STATES = frozenset(
@@ -170,6 +173,7 @@ class JobSpec:
     stages_of_ranks: tuple[int, ...] = ()  # where ranks hold unequal numbers of stages, each the next so many
     schedule_csv: str = ""  # the text of a schedule that is a file
     placement: str = "spread"  # spread | pack
+    priority: int = 0  # higher ones go first, and may take the slots of lower ones
 
     @property
     def pp_ranks(self) -> int:
@@ -223,6 +227,7 @@ class Job:
     finished_s: float | None = None
     failure: Failure | None = None
     event_seq: int = 0  # of its newest event
+    earmark: tuple[SlotKey, ...] = ()  # slots kept for it while it is the head of the queue
 
     @property
     def is_terminal(self) -> bool:
@@ -355,9 +360,6 @@ class Progress:
     loss: float
     tokens_per_s: float
     step_s: float
-
-
-SlotKey = tuple[str, int]  # node_id, slot index
 
 
 @dataclass(frozen=True, slots=True)

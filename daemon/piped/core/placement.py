@@ -1,6 +1,6 @@
 """Which slots a job gets: all of them at once, or none and the reason.
 
-Called by `jobs` alone. Rank = replica * pp_ranks + pp_rank; which stages a rank owns is its schedule's
+Called by `queue`, `earmark` and the job service. Rank = replica * pp_ranks + pp_rank; which stages a rank owns is its schedule's
 business. The fewest nodes are taken, neighbours sit next to each other, and replicas take separate nodes where the
 free slots allow it, unless the job asks to be packed.
 """
@@ -47,6 +47,19 @@ def can_ever_fit(spec: JobSpec, nodes: Iterable[Node]) -> bool:
     live = [each for each in nodes if not each.is_gone]
     kind = _device_kind(spec, live)
     return sum(_capacity(spec, kind, node) for node in live if not node.closed_because) >= spec.world_size
+
+
+def usable(spec: JobSpec, nodes: Iterable[Node]) -> list[tuple[SlotKey, ...]]:
+    """Return the slots, free or not, that the job could ever take, node by node."""
+    live = sorted((each for each in nodes if not each.is_gone), key=lambda each: each.node_name)
+    kind = _device_kind(spec, live)
+    opened = [each for each in live if not each.closed_because]
+    return [tuple((node.node_id, slot.index) for slot in node.slots if slot.kind == kind) for node in opened]
+
+
+def shape_of(spec: JobSpec) -> tuple[object, ...]:
+    """Return what decides whether there is room: jobs of one shape fit or don't fit together."""
+    return spec.world_size, spec.device, spec.slots_per_node
 
 
 def _device_kind(spec: JobSpec, live: Iterable[Node]) -> str:

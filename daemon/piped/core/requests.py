@@ -1,14 +1,8 @@
-"""What clients ask: submit, cancel; and the queue of what they asked for.
-
-The queue is first in, first out: a job that the cluster could hold is not overtaken, one that it can't hold at all
-blocks nobody. Called by `machine` alone.
-"""
+"""What clients ask: submit and cancel a job, keep an artifact. Called by `machine` alone."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from piped.core import attempts, events, jobs, placement
+from piped.core import attempts, events, jobs
 from piped.core.draft import Draft
 from piped.core.model import Artifact, Job, JobState, Submission
 from piped.errors import ConflictError, NotFoundError
@@ -58,9 +52,9 @@ def cancel(draft: Draft, event: events.CancelRequested) -> str:
         raise NotFoundError(f"no job has the id {event.job_id!r}; see pipectl get jobs")
     if job.is_terminal or job.state is JobState.CANCELLING:
         return f"the job is {job.state.value} already"
-    if job.state is JobState.QUEUED:
+    if job.state in (JobState.QUEUED, JobState.HELD):
         draft.put_job(jobs.move(job, JobState.CANCELLED, draft.now_s))
-        draft.record("job_cancelled", "cancelled while queued", job_id=job.job_id)
+        draft.record("job_cancelled", f"cancelled while {job.state.value}", job_id=job.job_id)
         draft.place_queued()
         return "cancelled"
     if not attempts.cancel(draft, job):
@@ -68,39 +62,8 @@ def cancel(draft: Draft, event: events.CancelRequested) -> str:
     return "its nodes were told to stop"
 
 
-def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
-    """Give slots to queued jobs in the order of submission, and write every other's reason to wait."""
-    live = (draft.jobs[job_id] for job_id in draft.live_names.values())
-    queue = sorted((each for each in live if each.state is JobState.QUEUED), key=lambda each: each.submit_seq)
-    fits: dict[tuple[int, str, int], bool] = {}  # whether the cluster could hold a job of that shape
-    first_waiting = ""
-    for job in queue:
-        shape = (job.spec.world_size, job.spec.device, job.spec.slots_per_node)
-        if shape not in fits:
-            fits[shape] = placement.can_ever_fit(job.spec, draft.nodes.values())
-        if first_waiting and fits[shape]:
-            _wait(draft, job, f"waits behind {first_waiting}")
-            continue
-        placed, reason = placement.place(job.spec, draft.nodes.values(), draft.reservations)
-        if placed is not None:
-            attempts.reserve(draft, job, placed)
-            continue
-        _wait(draft, job, reason)
-        if fits[shape]:
-            first_waiting = f"{job.spec.name} ({reason})"
-    return f"{len(queue)} jobs were queued"
-
-
 def store_artifact(draft: Draft, event: events.ArtifactStored) -> str:
     """Note a file that is in the artifact store."""
     draft.put_artifact(Artifact(event.sha256, event.size_bytes, draft.now_s))
     draft.record("artifact_stored", f"{event.sha256}: {event.size_bytes} bytes")
     return "stored"
-
-
-def _wait(draft: Draft, job: Job, reason: str) -> None:
-    if job.aborts and not reason.startswith("waits"):
-        reason = f"{reason} (attempt {job.attempt} could not be started)"
-    if draft.jobs[job.job_id].pending_reason != reason:
-        draft.put_job(replace(draft.jobs[job.job_id], pending_reason=reason))
-        draft.record("job_waits", reason, job_id=job.job_id)

@@ -21,6 +21,7 @@ class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOB_STATE_SUCCEEDED: _ClassVar[JobState]
     JOB_STATE_FAILED: _ClassVar[JobState]
     JOB_STATE_CANCELLED: _ClassVar[JobState]
+    JOB_STATE_HELD: _ClassVar[JobState]
     JOB_STATE_PREEMPTING: _ClassVar[JobState]
 
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -57,6 +58,7 @@ JOB_STATE_CANCELLING: JobState
 JOB_STATE_SUCCEEDED: JobState
 JOB_STATE_FAILED: JobState
 JOB_STATE_CANCELLED: JobState
+JOB_STATE_HELD: JobState
 JOB_STATE_PREEMPTING: JobState
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_PLANNED: WorkerState
@@ -308,6 +310,36 @@ class CancelRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class CancelResponse(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: Job
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
+
+class HoldRequest(_message.Message):
+    __slots__ = ("job", "who", "why")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    who: str
+    why: str
+    def __init__(self, job: _Optional[str] = ..., who: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+
+class HoldResponse(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: Job
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("job", "who")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    who: str
+    def __init__(self, job: _Optional[str] = ..., who: _Optional[str] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
     __slots__ = ("job",)
     JOB_FIELD_NUMBER: _ClassVar[int]
     job: Job

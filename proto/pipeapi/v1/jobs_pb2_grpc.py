@@ -64,6 +64,16 @@ class JobServiceStub:
                 request_serializer=pipeapi_dot_v1_dot_jobs__pb2.CancelRequest.SerializeToString,
                 response_deserializer=pipeapi_dot_v1_dot_jobs__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Hold = channel.unary_unary(
+                '/pipeapi.v1.JobService/Hold',
+                request_serializer=pipeapi_dot_v1_dot_jobs__pb2.HoldRequest.SerializeToString,
+                response_deserializer=pipeapi_dot_v1_dot_jobs__pb2.HoldResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/pipeapi.v1.JobService/Release',
+                request_serializer=pipeapi_dot_v1_dot_jobs__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=pipeapi_dot_v1_dot_jobs__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
         self.Logs = channel.unary_stream(
                 '/pipeapi.v1.JobService/Logs',
                 request_serializer=pipeapi_dot_v1_dot_jobs__pb2.LogsRequest.SerializeToString,
@@ -123,6 +133,19 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hold(self, request, context):
+        """Hold keeps a queued job from being placed, Release ends that.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Logs(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -174,6 +197,16 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=pipeapi_dot_v1_dot_jobs__pb2.CancelRequest.FromString,
                     response_serializer=pipeapi_dot_v1_dot_jobs__pb2.CancelResponse.SerializeToString,
+            ),
+            'Hold': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=pipeapi_dot_v1_dot_jobs__pb2.HoldRequest.FromString,
+                    response_serializer=pipeapi_dot_v1_dot_jobs__pb2.HoldResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=pipeapi_dot_v1_dot_jobs__pb2.ReleaseRequest.FromString,
+                    response_serializer=pipeapi_dot_v1_dot_jobs__pb2.ReleaseResponse.SerializeToString,
             ),
             'Logs': grpc.unary_stream_rpc_method_handler(
                     servicer.Logs,
@@ -353,6 +386,60 @@ class JobService:
             '/pipeapi.v1.JobService/Cancel',
             pipeapi_dot_v1_dot_jobs__pb2.CancelRequest.SerializeToString,
             pipeapi_dot_v1_dot_jobs__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pipeapi.v1.JobService/Hold',
+            pipeapi_dot_v1_dot_jobs__pb2.HoldRequest.SerializeToString,
+            pipeapi_dot_v1_dot_jobs__pb2.HoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pipeapi.v1.JobService/Release',
+            pipeapi_dot_v1_dot_jobs__pb2.ReleaseRequest.SerializeToString,
+            pipeapi_dot_v1_dot_jobs__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,7 +19,7 @@ BACKEND_GLOO: Backend
 BACKEND_NCCL: Backend
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "program", "params", "pipeline", "train", "backend", "resources", "checkpoint", "observe", "env", "redacted_env", "python", "source_sha256", "grace_s", "start_timeout_s", "init", "weights")
+    __slots__ = ("name", "program", "params", "pipeline", "train", "backend", "resources", "checkpoint", "observe", "env", "redacted_env", "python", "source_sha256", "grace_s", "start_timeout_s", "init", "weights", "priority")
     class ParamsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class JobSpec(_message.Message):
     START_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     INIT_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     name: str
     program: str
     params: _containers.MessageMap[str, ParamValue]
@@ -68,7 +69,8 @@ class JobSpec(_message.Message):
     start_timeout_s: int
     init: str
     weights: str
-    def __init__(self, name: _Optional[str] = ..., program: _Optional[str] = ..., params: _Optional[_Mapping[str, ParamValue]] = ..., pipeline: _Optional[_Union[PipelineSpec, _Mapping]] = ..., train: _Optional[_Union[TrainSpec, _Mapping]] = ..., backend: _Optional[_Union[Backend, str]] = ..., resources: _Optional[_Union[ResourcesSpec, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointSpec, _Mapping]] = ..., observe: _Optional[_Union[ObserveSpec, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., redacted_env: _Optional[_Iterable[str]] = ..., python: _Optional[str] = ..., source_sha256: _Optional[str] = ..., grace_s: _Optional[int] = ..., start_timeout_s: _Optional[int] = ..., init: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, name: _Optional[str] = ..., program: _Optional[str] = ..., params: _Optional[_Mapping[str, ParamValue]] = ..., pipeline: _Optional[_Union[PipelineSpec, _Mapping]] = ..., train: _Optional[_Union[TrainSpec, _Mapping]] = ..., backend: _Optional[_Union[Backend, str]] = ..., resources: _Optional[_Union[ResourcesSpec, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointSpec, _Mapping]] = ..., observe: _Optional[_Union[ObserveSpec, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., redacted_env: _Optional[_Iterable[str]] = ..., python: _Optional[str] = ..., source_sha256: _Optional[str] = ..., grace_s: _Optional[int] = ..., start_timeout_s: _Optional[int] = ..., init: _Optional[str] = ..., weights: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class ParamValue(_message.Message):
     __slots__ = ("null_value", "bool_value", "int_value", "double_value", "string_value", "list_value", "map_value")

@@ -51,6 +51,26 @@ def test_a_drain_ends_when_the_node_is_empty_and_its_flags_outlive_the_coordinat
     asyncio.run(scenario())
 
 
+def test_a_held_job_waits_until_it_is_released_and_a_higher_priority_makes_room(served: Served) -> None:
+    async def scenario() -> None:
+        async with served() as (coordinator, client):
+            first = (await client.submit(spec("first"), "r1")).job_id
+            code, printed = await pipectl(coordinator.address, "hold", "first", "--why", "data")
+            assert code == 0 and "HELD: held by " in printed and ": data" in printed
+            async with ScriptedNode(coordinator.address, "n1").running():
+                second = (await client.submit(spec("second"), "r2")).job_id
+                await client.until_state(second, "RUNNING")
+                assert (await pipectl(coordinator.address, "hold", "second"))[0] == 7
+                assert (await pipectl(coordinator.address, "release", "first"))[0] == 0
+                assert "next in line, after second" in (await client.job(first)).pending_reason
+                urgent = (await client.submit(spec("urgent", priority=1), "r3")).job_id
+                await client.until_state(urgent, "RUNNING")
+                assert "next in line, after urgent" in (await client.job(first)).pending_reason
+                assert (await client.job(second)).pending_reason == "waits behind first"
+
+    asyncio.run(scenario())
+
+
 def test_a_lost_node_is_forgotten_and_a_live_one_is_not(served: Served) -> None:
     async def scenario() -> None:
         async with served() as (coordinator, client):

@@ -71,6 +71,17 @@ def test_both_take_the_same_start_timeouts(seconds):
         assert is_good(start_timeout_s=seconds)
 
 
+@pytest.mark.parametrize("priority", [-1001, -1000, 0, 1000, 1001])
+def test_both_take_the_same_priorities(priority):
+    try:
+        job = jobspec.load_text(text() + f"priority: {priority}\n".encode(), "job.yaml")
+    except jobspec.SpecError:
+        assert not is_good(priority=priority)
+    else:
+        assert wire.spec_from_proto(jobproto.to_proto(job, environ={})).priority == priority
+        assert is_good(priority=priority)
+
+
 def message_of(num_bytes, letter):
     """Return a good job that takes `num_bytes` as JSON, filled with `letter` in its environment and params."""
     message = jobproto.to_proto(jobspec.load_text(text() + b"params: {t: ''}\n", "job.yaml"), environ={})

@@ -140,7 +140,7 @@ def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
 
     async def scenario():
         store = Store(tmp_path)
-        with pytest.raises(NodeError, match="schema 99, this program knows 2"):
+        with pytest.raises(NodeError, match="schema 99, this program knows 3"):
             await store.open(5.0)
         await store.close()
 

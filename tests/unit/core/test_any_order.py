@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from piped.core import events, invariants, machine
+from piped.core import events, invariants, machine, queue
 from piped.core.effects import PlaceQueued
 from piped.core.model import State, WorkerReport
 from piped.errors import NodeError, UserError
@@ -57,6 +57,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.ended: dict[str, object] = {}
 
     def feed(self, event: events.Event) -> None:
+        before = self.state
         try:
             self.state, effects, reason = machine.apply(self.state, event, now_s=1.0)
             if PlaceQueued() in effects:
@@ -64,15 +65,29 @@ class AnyOrder(RuleBasedStateMachine):
         except (UserError, NodeError):
             return
         assert reason
+        self.nothing_overtakes_the_head(before)
+
+    def nothing_overtakes_the_head(self, before: State) -> None:
+        """What was kept for the head, and still is, went to nobody but those before it in the queue."""
+        for head in (each for each in before.jobs.values() if each.earmark):
+            for key in head.earmark if self.state.jobs[head.job_id].earmark else ():
+                fence = self.state.reservations.get(key)
+                if fence is not None and key not in before.reservations:
+                    taker = self.state.jobs[self.state.attempts[fence].job_id]
+                    assert queue.order(taker) < queue.order(head)
 
     @rule(node=NODES, slots=st.integers(1, 3), keeps=st.booleans(), session=st.integers(1, 2))
     def register(self, node: str, slots: int, keeps: bool, session: int) -> None:
         kept = tuple(events.ObservedAttempt(fence, True) for fence in self.state.attempts) if keeps else ()
         self.feed(registration(node, slots, attempts=kept, session=session))
 
-    @rule(job=JOBS, stages=st.integers(1, 4), replicas=st.integers(1, 2))
-    def submit(self, job: str, stages: int, replicas: int) -> None:
-        self.feed(submission(job, name=job, stages=stages, replicas=replicas))
+    @rule(job=JOBS, stages=st.integers(1, 4), replicas=st.integers(1, 2), priority=st.integers(0, 2))
+    def submit(self, job: str, stages: int, replicas: int, priority: int) -> None:
+        self.feed(submission(job, name=job, stages=stages, replicas=replicas, priority=priority))
+
+    @rule(job=JOBS, is_hold=st.booleans())
+    def hold(self, job: str, is_hold: bool) -> None:
+        self.feed(events.HoldRequested(job, "ann", "") if is_hold else events.ReleaseRequested(job, "ann"))
 
     @rule(job=JOBS)
     def cancel(self, job: str) -> None:

@@ -1,0 +1,122 @@
+"""The queue: whose turn it is, who waits and why, who has to make room; hold and release.
+
+Higher priority first, then first come. The first job that the cluster could hold but that finds no room is the head: slots
+are earmarked for it, others are filled with whatever fits behind it. An earmarked slot goes to nobody behind the head, so
+it can only get closer to its turn. Jobs of a lower priority are preempted where that lets the head start. A job that the
+cluster can't hold at all blocks nobody. Called by `machine` alone.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import replace
+
+from piped.core import attempts, earmark, events, jobs, placement
+from piped.core.draft import Draft
+from piped.core.model import Job, JobState, NodeState, SlotKey
+from piped.errors import NotFoundError, WrongStateError
+
+
+def hold(draft: Draft, event: events.HoldRequested) -> str:
+    """Keep a queued job from being placed. Raises WrongStateError for one that is further."""
+    job = _job(draft, event.job_id)
+    if job.state is JobState.HELD:
+        return "it is held already"
+    if job.state is not JobState.QUEUED:
+        raise WrongStateError(
+            f"job {job.job_id} is {job.state.value}: only a queued job can be held; pipectl cancel stops one"
+        )
+    reason = f"held by {event.who}" + (f": {event.why}" if event.why else "")
+    draft.put_job(replace(jobs.move(job, JobState.HELD, draft.now_s), pending_reason=reason))
+    draft.record("job_held", reason, job_id=job.job_id)
+    draft.place_queued()
+    return "held"
+
+
+def release(draft: Draft, event: events.ReleaseRequested) -> str:
+    """Put a held job back where it was in the queue."""
+    job = _job(draft, event.job_id)
+    if job.state is not JobState.HELD:
+        return "it is not held"
+    queued = jobs.move(job, JobState.QUEUED, draft.now_s)
+    draft.put_job(replace(queued, pending_reason="waits for the next placement pass"))
+    draft.record("job_released", f"by {event.who}", job_id=job.job_id)
+    draft.place_queued()
+    return "released"
+
+
+def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
+    """Give slots to queued jobs whose turn it is, and write every other's reason to wait."""
+    live = (draft.jobs[job_id] for job_id in draft.live_names.values())
+    queue = sorted((each for each in live if each.state is JobState.QUEUED), key=order)
+    shapes: dict[tuple[object, ...], bool] = {}  # whether the cluster could hold a job of that shape
+    refused: dict[tuple[object, ...], str] = {}  # why there is no room now; slots only get fewer in one pass
+    head: Job | None = None
+    for job in queue:
+        shape = placement.shape_of(job.spec)
+        if shape not in shapes:
+            shapes[shape] = placement.can_ever_fit(job.spec, draft.nodes.values())
+        if shape not in refused:
+            taken: Mapping[SlotKey, int] = draft.reservations
+            if head is not None:
+                taken = ChainMap(dict.fromkeys(head.earmark, 0), dict(draft.reservations))
+            placed, refusal = placement.place(job.spec, draft.nodes.values(), taken)
+            if placed is not None:
+                attempts.reserve(draft, job, placed)
+                continue
+            refused[shape] = refusal
+        if not shapes[shape]:
+            _wait(draft, job, refused[shape])
+        elif head is None:
+            head = _lead(draft, job, refused.pop(shape))
+        else:
+            _wait(draft, job, f"waits behind {head.spec.name}")
+    for each in queue:  # only the head has one
+        job = draft.jobs[each.job_id]
+        if job.earmark and (head is None or job.job_id != head.job_id):
+            draft.put_job(replace(job, earmark=()))
+    return f"{len(queue)} jobs were queued"
+
+
+def order(job: Job) -> tuple[int, int]:
+    """Return what the queue is sorted by."""
+    return -job.spec.priority, job.submit_seq
+
+
+def _lead(draft: Draft, job: Job, refusal: str) -> Job:
+    """Make `job` the head of the queue: keep slots for it, and have lower priorities make room if that helps."""
+    slots, victims = earmark.choose(job, draft.nodes, draft.reservations, draft.attempts, draft.jobs)
+    for fence in victims:
+        trigger = f"makes room for {job.spec.name} ({job.job_id}), whose priority is higher"
+        attempts.preempt(draft, draft.attempts[fence], trigger)
+    if draft.jobs[job.job_id].earmark != slots:
+        draft.put_job(replace(draft.jobs[job.job_id], earmark=slots))
+    _wait(draft, job, f"{refusal}; next in line, {_after(draft, slots)}")
+    return draft.jobs[job.job_id]
+
+
+def _after(draft: Draft, slots: tuple[SlotKey, ...]) -> str:
+    """Say what has to happen before the earmarked slots can be used."""
+    fences = dict.fromkeys(draft.reservations[key] for key in slots if key in draft.reservations)
+    if fences:
+        return f"after {', '.join(draft.jobs[draft.attempts[each].job_id].spec.name for each in fences)}"
+    nodes = dict.fromkeys(draft.nodes[node_id] for node_id, _slot in slots)
+    away = ", ".join(each.node_name for each in nodes if each.state is not NodeState.READY)
+    return f"when {away} is connected again"
+
+
+def _wait(draft: Draft, job: Job, reason: str) -> None:
+    job = draft.jobs[job.job_id]
+    if job.aborts and not reason.startswith("waits"):
+        reason = f"{reason} (attempt {job.attempt} could not be started)"
+    if job.pending_reason != reason:
+        draft.put_job(replace(job, pending_reason=reason))
+        draft.record("job_waits", reason, job_id=job.job_id)
+
+
+def _job(draft: Draft, job_id: str) -> Job:
+    job = draft.jobs.get(job_id)
+    if job is None:
+        raise NotFoundError(f"no job has the id {job_id!r}; see pipectl get jobs")
+    return job

@@ -1,0 +1,115 @@
+"""Whose turn it is, who waits and why, who makes room."""
+
+from __future__ import annotations
+
+import pytest
+
+from piped.core import events
+from piped.core.model import AttemptState, JobState
+from piped.errors import NotFoundError, WrongStateError
+from tests.unit.core.build import cluster, submission
+
+STARTING, RUNNING, QUEUED = JobState.STARTING, JobState.RUNNING, JobState.QUEUED
+
+
+def job(name, stages=1, **changes):
+    """Return the submission of a job whose id is its name."""
+    return submission(name, name=name, stages=stages, **changes)
+
+
+def states(c):
+    return {job_id: each.state.value for job_id, each in c.state.jobs.items()}
+
+
+def fence_of(c, job_id):
+    return c.job(job_id).fence
+
+
+def test_higher_priority_goes_first_and_equals_in_the_order_of_submission():
+    c = cluster(1).feed(job("a")).run()
+    c.feed(job("b"), job("low", priority=-1), job("c"))
+    c.feed(events.CancelRequested("a")).empty()
+    assert c.job("b").state is STARTING
+    assert c.job("c").pending_reason.endswith("; next in line, after b")
+    assert c.job("low").pending_reason == "waits behind c"
+
+
+def test_small_jobs_fill_what_the_head_can_not_use_and_never_what_is_kept_for_it():
+    c = cluster(2, 1).feed(job("a")).run()  # on n2, which it fills
+    c.feed(job("b", stages=2)).run(2)  # n1
+    c.feed(job("large", stages=2, slots_per_node=2), job("small"))
+    assert c.job("large").earmark == (("n1", 0), ("n2", 0))
+    assert c.job("large").pending_reason.endswith("3 in use; next in line, after b, a")
+    c.feed(events.CancelRequested("a")).empty(1)
+    assert (c.job("large").state, c.job("small").state) == (QUEUED, QUEUED)  # n2's slot is kept
+    c.feed(events.CancelRequested("b")).empty(2)
+    assert (c.job("large").state, c.job("small").state) == (STARTING, STARTING)
+
+
+def test_a_job_behind_the_head_starts_on_slots_that_the_head_can_not_take():
+    c = cluster(2, 2, 2).feed(job("a", stages=2), job("b", stages=2))
+    c.feed(job("wide", stages=3, slots_per_node=1), job("small"))
+    assert c.job("wide").state is QUEUED
+    assert c.job("small").state is STARTING
+    assert set(c.job("wide").earmark).isdisjoint(
+        {key for key, fence in c.state.reservations.items() if fence == fence_of(c, "small")}
+    )
+
+
+def test_a_stream_of_small_jobs_does_not_starve_a_large_one():
+    c = cluster(2).feed(job("s0"), job("s1"), job("large", stages=2))
+    for number in range(2, 12):
+        c.feed(job(f"s{number}"))
+    for name in ("s0", "s1"):
+        fence = fence_of(c, name)
+        c.feed(events.CancelRequested(name)).empty(fence)
+    assert c.job("large").state is STARTING
+    assert c.job("s2").state is QUEUED
+
+
+def test_a_higher_priority_takes_the_slots_of_a_lower_one_with_grace_and_charges_it_nothing():
+    c = cluster(2).feed(job("low", stages=2)).run().feed(job("high", stages=2, priority=5))
+    assert (c.job("low").state, c.attempt(1).grace_s) == (JobState.PREEMPTING, 5.0)
+    assert c.attempt(1).stop_trigger == "makes room for high (high), whose priority is higher"
+    assert c.job("high").pending_reason.endswith("next in line, after low")
+    c.empty(1)
+    assert (c.attempt(1).state, c.job("low").state, c.job("low").aborts) == (AttemptState.PREEMPTED, QUEUED, 0)
+    assert c.job("high").state is STARTING
+    assert c.job("low").pending_reason.endswith("next in line, after high")
+
+
+def test_nobody_is_preempted_by_an_equal_priority_or_when_it_would_not_be_enough():
+    c = cluster(2).feed(job("a"), job("b", priority=5), job("equal", stages=2), job("high", stages=2, priority=5))
+    assert (c.job("a").state, c.job("b").state) == (STARTING, STARTING)
+    assert c.job("high").pending_reason.endswith("next in line, after a, b")
+
+
+def test_the_lowest_and_newest_are_preempted_first_and_no_more_than_needed():
+    c = cluster(4).feed(job("old"), job("new"), job("lower", priority=-1), job("big"))
+    c.feed(job("high", priority=1))
+    assert [each for each, state in states(c).items() if state == "preempting"] == ["lower"]
+    c = cluster(3).feed(job("one"), job("two", stages=2)).feed(job("high", stages=2, priority=1))
+    assert [each for each, state in states(c).items() if state == "preempting"] == ["two"]
+
+
+def test_a_held_job_is_not_placed_and_keeps_its_place_in_the_queue():
+    c = cluster(1).feed(job("a")).run().feed(job("b"), job("c"), events.HoldRequested("b", "ann", "wait for data"))
+    assert (c.job("b").state, c.job("b").pending_reason) == (JobState.HELD, "held by ann: wait for data")
+    assert c.job("c").earmark and not c.job("b").earmark
+    c.feed(events.ReleaseRequested("b", "ann"))
+    assert (c.job("b").state, c.job("c").pending_reason) == (QUEUED, "waits behind b")
+    c.feed(events.HoldRequested("b", "ann", ""), events.CancelRequested("b"))
+    assert c.job("b").state is JobState.CANCELLED
+
+
+def test_a_job_that_has_started_can_not_be_held():
+    with pytest.raises(WrongStateError, match="a is starting: only a queued job can be held"):
+        cluster(1).feed(job("a"), events.HoldRequested("a", "ann", ""))
+    with pytest.raises(NotFoundError):
+        cluster(1).feed(events.HoldRequested("a", "ann", ""))
+
+
+def test_two_gangs_that_each_need_two_of_three_slots_never_hold_one_each():
+    c = cluster(1, 1, 1).feed(job("a", stages=2), job("b", stages=2))
+    assert (c.job("a").state, c.job("b").state) == (STARTING, QUEUED)
+    assert len(c.state.reservations) == 2
