@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -32,7 +32,7 @@ from stagekit.run.opening import Call, Opening, Openings
 from stagekit.run.stage import StageRunner, written_states
 from stagekit.run.stats import ActionHook
 from stagekit.run.synced import Meetings, SyncedStageRunner, synced_channels
-from stagekit.run.wrapped import is_sharded, parallelized, reducer_of
+from stagekit.run.wrapped import WholeCopy, is_sharded, parallelized, reducer_of
 
 
 class EvaluationSource(StageSource, Protocol):
@@ -97,6 +97,7 @@ class Run:
         self._openings = Openings(self.groups, plan.num_ranks)
         self._lane = Lane(course, options, self._runners, self.groups, device, self._sums, self._alarm, self._openings)
         self._evaluation: Lane | None = None
+        self._whole_copies: list[WholeCopy] = []  # of sharded stages, to evaluate on
         self.step_number = 0
         self._is_closed = False
         self.keep_output = True
@@ -287,18 +288,12 @@ class Run:
         lane = self._evaluation
         assert lane is not None
         lane.begin(args, kwargs, target, opening=opening, keep_output=True, refusal=refusal)
-        with self._same_random_state():
+        with self._same_random_state(), ExitStack() as stack:
+            for copy in self._whole_copies:
+                stack.enter_context(copy.filled())
             lane.executor.run_list()
         lane.executor.finish()
         return lane.end(clock_base_ns=self.clock_base_ns + self.clock_offset_ns)
-
-    def check_eval(self) -> None:
-        """Raise UserError where `eval` can't run: on stages whose parameters are sharded."""
-        if any(is_sharded(made) for made in self._parallelized.values()):
-            raise UserError(
-                "eval reads whole parameters, and parallelize sharded them (fully_shard); evaluate a pipeline without "
-                "parallelize that loads this one's state_dict()"
-            )
 
     def _same_random_state(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else [])
@@ -306,14 +301,17 @@ class Run:
     def _make_evaluation(self) -> Lane:
         if not isinstance(self.source, Evaluates):
             raise UserError("this pipeline can't be captured in eval mode: make it with stagekit.pipeline")
-        self.check_eval()
         source = self.source.evaluation()
         spec, plan = source.spec, self.plan
         placement = Placement(spec, plan.stage_ranks, self.rank, plan.num_chunks)
         edges = {edge.value: edge for edge in spec.edges}
-        runners = {}
+        runners, self._whole_copies = {}, []
         for stage, runner in self._runners.items():
-            module = source.shared_module(stage, runner.module)
+            if stage in self._parallelized and is_sharded(self._parallelized[stage]):
+                self._whole_copies.append(WholeCopy(stage, runner.module))
+                module = source.shared_module(stage, self._whole_copies[-1].module)
+            else:
+                module = source.shared_module(stage, runner.module)
             runners[stage] = StageRunner(spec.stages[stage], module, edges, recompute=False)
 
         def lists(agreement: Agreement) -> tuple[tuple[Action, ...], ...]:

@@ -13,6 +13,7 @@ what a forward would exchange is exchanged before a step's first one, at its pla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic_ns
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from stagekit.errors import UserError
-from stagekit.run.data_parallel import Reducer, Unhalved
+from stagekit.errors import PeerError, UserError
+from stagekit.run.data_parallel import Reducer, Unhalved, whole
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 
@@ -65,6 +66,44 @@ def reducer_of(stage: int, made: nn.Module, module: nn.Module, mesh: DeviceMesh)
             "and DistributedDataParallel"
         )
     return {}
+
+
+class WholeCopy:
+    """A stage's parameters and buffers to evaluate on, where its parameters are shards: whole only while `filled`."""
+
+    def __init__(self, stage: int, module: nn.Module) -> None:
+        self._stage, self._module = stage, module
+        self.module = nn.Module()  # the stage's names; its own buffers
+        self._empty: dict[str, nn.Parameter] = {}
+        known: dict[int, nn.Parameter] = {}
+        for path, child in module.named_modules():
+            twin = self.module
+            for part in filter(None, path.split(".")):
+                if part not in twin._modules:
+                    twin.add_module(part, nn.Module())
+                twin = twin.get_submodule(part)
+            for name, buffer in child._buffers.items():
+                twin.register_buffer(name, buffer)
+            for name, value in child._parameters.items():
+                if value is not None:
+                    empty = nn.Parameter(torch.empty(0, dtype=value.dtype, device=value.device), requires_grad=False)
+                    twin.register_parameter(name, known.setdefault(id(value), empty))
+                    self._empty[f"{path}.{name}" if path else name] = known[id(value)]
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Gather the parameters' present values, on every replica alike; forget them afterwards. Raises PeerError."""
+        own = dict(self._module.named_parameters(remove_duplicate=False))  # other objects while FSDP2 has them gathered
+        try:
+            try:
+                for name, parameter in self._empty.items():
+                    parameter.data = whole(own[name].detach())
+            except RuntimeError as error:
+                raise PeerError(f"gathering the weights of stage {self._stage} to evaluate: {error}") from error
+            yield
+        finally:
+            for parameter in self._empty.values():
+                parameter.data = parameter.data.new_empty(0)
 
 
 class ShardedReducer(Unhalved):

@@ -1,7 +1,7 @@
 """Pipelines of replicas train as one process does on the whole batch, under every kind of schedule.
 
 Four real processes, started once, run all cases one after the other: stages × replicas of 4, with and without ties,
-clipping, accumulation, loss scaling with an infinite gradient on one rank only.
+clipping, accumulation, loss scaling with an infinite gradient on one rank only, weights sharded over replicas by FSDP2.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import stagekit
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.graph.capture.capture import Captured
 from stagekit.testing import spawn
+from tests.integration.run.parallelized import sharded
 
 STEPS, ROWS, CHUNKS, LENGTH, WORDS, WIDTH, BLOCKS = 5, 32, 4, 6, 24, 16, 8
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # → stages per rank
@@ -59,6 +60,7 @@ class Case:
     shape: str
     schedule: str
     option: str
+    sharded: bool = False  # by fully_shard
 
     @property
     def tied(self) -> bool:
@@ -115,7 +117,8 @@ def train(run: Any, option: str) -> None:
             optimizer.step()
         else:
             if step == 1 and run.groups.global_rank == 3:
-                next(run.parameters()).grad.view(-1)[0] = float("inf")
+                gradient = next(run.parameters()).grad
+                getattr(gradient, "to_local", lambda own=gradient: own)().view(-1)[0] = float("inf")
             scaler.step(optimizer)
             scaler.update()
             assert scaler.get_scale() == (256.0 if step < 1 else 128.0)
@@ -145,6 +148,7 @@ def pipelines(rank: int, cases: list[Case]) -> list[dict[str, Tensor]]:
             split=[f"blocks.{BLOCKS * cut // stages}" for cut in range(1, stages)],
             buckets={"cap": 4096, "first": 1024},
             measured=False,
+            parallelize=sharded if case.sharded else None,
         )
         run = pipe.deploy()
         train(run, case.option)
@@ -166,7 +170,9 @@ def check(cases: list[Case]) -> None:
 
 
 def every_case() -> list[Case]:
-    return [Case(shape, schedule, option) for shape in SHAPES for schedule in SCHEDULES for option in OPTIONS]
+    plain = [Case(shape, schedule, option) for shape in SHAPES for schedule in SCHEDULES for option in OPTIONS]
+    options = ("plain", "clipping", "loss scaling")
+    return plain + [Case("pp2 x dp2", schedule, option, sharded=True) for schedule in SCHEDULES for option in options]
 
 
 def test_a_sample_of_replicas_train_as_one_process() -> None:
@@ -174,6 +180,7 @@ def test_a_sample_of_replicas_train_as_one_process() -> None:
     cases = [Case("pp2 x dp2", *pair) for pair in zip(SCHEDULES, OPTIONS, strict=True)]
     cases += [Case("pp4 x dp1", "interleaved", "ties"), Case("pp4 x dp1", "zb-h1", "clipping")]
     cases += [Case("pp1 x dp4", "1f1b", "accumulation"), Case("pp1 x dp4", "zb-v", "loss scaling")]
+    cases += [Case("pp2 x dp2", "zb-v", "clipping", sharded=True)]
     check(cases)
 
 

@@ -78,8 +78,6 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
         pipe = make_pipeline(job, program, store, link)
         run = pipe.deploy(job.device)
         run.keep_output = not run.plan.trains
-        if job.spec["train"]["eval_every"]:
-            run.check_eval()
         tell_backends(job, run, store, link)
         if job.checkpoint_dir is not None:
             checkpoint.prove_shared(job.checkpoint_dir, job.fence, job.rank, _shard_ranks(run), run.groups.barrier)

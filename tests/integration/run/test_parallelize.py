@@ -124,6 +124,28 @@ def scales(run, *, infinite_on):
     return found
 
 
+def evaluated(run):
+    """Score a batch before a step, between two accumulated ones, and after it; each time in shards or gathered."""
+    x, target = batch(7)
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.1)
+    found = []
+
+    def score():
+        found.append(run.eval(half(x, run), target=half(target, run)).loss)
+
+    score()
+    with run.no_sync():
+        step(run, 0)
+        score()
+        step(run, 1)
+    step(run, 2)
+    score()
+    optimizer.step()
+    score()
+    held = sum(parameter.numel() for copy in run._whole_copies for parameter in copy.module.parameters())
+    return found, held
+
+
 def odd(rank):
     """A last chunk that weighs nothing on one replica; loading; an overflow in one shard; what is refused."""
     results = {}
@@ -138,12 +160,22 @@ def odd(rank):
         results[kind] = whole_gradients(run)
     run = pipeline("1f1b", sharded, "fp16").deploy()
     results["fp16"] = scales(run, infinite_on=3)
-    run = pipeline("1f1b", sharded).deploy()
-    with pytest.raises(UserError, match="parallelize sharded them"):
-        run.eval(half(batch(0)[0], run))
+    results["eval"] = evaluated(pipeline("1f1b", sharded).deploy())
     with pytest.raises(UserError, match="parallelize returned a Sequential"):
         pipeline("1f1b", lambda module, mesh: nn.Sequential(module)).deploy()
     return results
+
+
+def check_scores(ranks):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, target = batch(7)
+    before = loss(model(x), target).item()
+    for number in range(3):
+        loss(model(batch(number)[0]), batch(number)[1]).backward()
+    optimizer.step()
+    expected = [before, before, before, loss(model(x), target).item()]
+    assert all(found == pytest.approx(expected, rel=1e-6) and held == 0 for found, held in ranks), ranks
 
 
 def test_chunks_without_weight_are_left_out_overflows_skip_everywhere_and_other_wrappers_are_refused():
@@ -152,6 +184,7 @@ def test_chunks_without_weight_are_left_out_overflows_skip_everywhere_and_other_
     x, target = batch(0)
     loss(model(x)[:-2], target[:-2]).backward()
     assert all(rank["fp16"] == [(32768.0, False), (32768.0, True)] for rank in ranks)
+    check_scores([rank["eval"] for rank in ranks])
     for kind in KINDS:
         got = ranks[0][kind] | ranks[1][kind]
         for name, parameter in model.named_parameters():
