@@ -390,6 +390,7 @@ class PipelineStage:
 
     Every rank of the pipeline makes one and steps through the same chunks:
     `begin(...)`, then `forward_one_chunk(c)` and `backward_one_chunk(c)` in any valid order, then `end()`.
+    An error on one rank ends the step on all of them, at the next of these calls: StageError there, RemoteError elsewhere.
     """
 
     def __init__(
@@ -427,7 +428,7 @@ class PipelineStage:
 
     def end(self) -> Any:
         """Finish the step (reductions, sends); returns a StepResult."""
-        return self._run.end_step()
+        return self._run.end_by_hand()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 
 from stagekit.plan.actions import Op
 from stagekit.run.flight import Wiring
-from stagekit.run.transport import settle
+from stagekit.run.transport import on_wire, settle
 
 Call = Callable[[], None]
 
@@ -56,7 +56,7 @@ def drained_backward(wiring: Wiring, index: int, op: Op, stage: int, chunk: int,
                     settle(work, wiring.placement.stage_ranks[peer])
                 flight.sent[send] = ()
         wiring.runners[stage].join_backward(chunk)
-        flight.returned[index] = [None] * len(wiring.runners[stage].spec.inputs)
+        flight.made[index] = [None] * len(wiring.runners[stage].spec.inputs)
         if is_last:
             wiring.reductions.abandon(stage)
         if op is Op.B:
@@ -74,6 +74,21 @@ def drained_weights(wiring: Wiring, stage: int, chunk: int, *, is_last: bool) ->
         _release(wiring, stage, chunk)
 
     return weights
+
+
+def send_zeros(wiring: Wiring, index: int) -> None:
+    """Post SEND_F or SEND_B without waiting for anything: its credits, or what made the values."""
+    action, placement, flight = wiring.recorder.actions[index], wiring.placement, wiring.flight
+    assert action.peer is not None
+    gradients, peer = action.op is Op.SEND_B, placement.stage_ranks[action.peer]
+    source, target = (action.peer, action.stage) if gradients else (action.stage, action.peer)
+    for number, edge in enumerate(placement.edges_between(source, target, gradients=gradients)):
+        layout = flight.shapes[action.chunk].edges[edge.value]
+        wire = on_wire(_zeros(layout, wiring.inputs.device), layout[1])
+        tag = placement.tag(source, target, action.chunk, number, gradients=gradients)
+        work = wiring.transport.send([wire], peer, tag)
+        if work is not None:
+            flight.sent[index] += ((work, wire),)
 
 
 def _wait(wiring: Wiring, receives: Sequence[tuple[int, int]]) -> None:

@@ -8,7 +8,7 @@ channel. Called by stagekit.run.runtime (one list per rank) and by stagekit.test
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic_ns
 
 import torch
@@ -20,6 +20,7 @@ from stagekit.plan.contract import InputRef, ValueRef
 from stagekit.run.alarm import Alarm, Silence
 from stagekit.run.binding import bind, bind_drained
 from stagekit.run.device_times import DeviceTimes
+from stagekit.run.drained import send_zeros
 from stagekit.run.flight import Flight, Reductions, Step, Wiring
 from stagekit.run.inputs import InputExchange
 from stagekit.run.layout import Placement
@@ -75,7 +76,6 @@ class Executor:
         self._device_times = DeviceTimes(self.recorder) if device.type == "cuda" else None
         if self._device_times is not None:
             self._calls = [self._device_times.around(index, call) for index, call in enumerate(self._calls)]
-        self._num_compute = sum(action.op in COMPUTE for action in self.recorder.actions)
 
     @property
     def step(self) -> Step:
@@ -95,7 +95,7 @@ class Executor:
     def begin(self, step: Step) -> None:
         """Prepare for `step`. The inputs were handed to the InputExchange."""
         self._flight.begin(step)
-        self._performed = 0
+        self._performed: set[int] = set()  # by hand
         self.recorder.begin_step()
         self.pool.begin_step()
         if self._device_times is not None:
@@ -140,37 +140,85 @@ class Executor:
             self.abort()
             raise PeerError(f"going through the rest of a failed step: {error}") from error
 
+    def drain_rest(self) -> None:
+        """Like `drain`, of what was not performed by hand, in whatever order the other ranks go: sends come first."""
+        rest = [index for index in range(len(self._calls)) if index not in self._performed]
+        self.drop_chunks()
+        self._inputs.stand_in()
+        try:
+            for sends in (True, False):
+                for index in rest:
+                    if (self.recorder.actions[index].op in (Op.SEND_F, Op.SEND_B)) is not sends:
+                        continue
+                    if sends:
+                        send_zeros(self._wiring, index)
+                    else:
+                        (bind_drained(self._wiring, index) or self._calls[index])()
+        except Exception as error:
+            self.abort()
+            raise PeerError(f"going through the rest of a failed step: {error}") from error
+
     def perform(self, index: int) -> None:
         """Run action number `index`. Raises StageError or PeerError, on this rank alone."""
-        with torch.set_grad_enabled(self.step.train):
-            try:
-                self.recorder.start_ns[index] = monotonic_ns()
-                self._calls[index]()
-                self.recorder.end_ns[index] = monotonic_ns()
-            except Exception as error:
-                self.abort()
-                raise error if isinstance(error, PeerError) else self._named(index, error) from error
+        try:
+            self._perform(index)
+        except Exception as error:
+            self.abort()
+            raise error if isinstance(error, PeerError) else self._named(index, error) from error
 
-    def perform_chunk(self, op: str, stage: int, chunk: int) -> None:
+    def _perform(self, index: int) -> None:
+        with torch.set_grad_enabled(self.step.train):
+            self.recorder.start_ns[index] = monotonic_ns()
+            self._calls[index]()
+            self.recorder.end_ns[index] = monotonic_ns()
+        self._performed.add(index)
+
+    def perform_chunk(self, op: str, stage: int, chunk: int) -> bool:
         """Run one compute action of the list by hand, its receives before it and its sends after it.
 
-        Input transfers run before the first, reductions after the last compute action. Raises UserError for an
-        action that is not in the list.
+        Input transfers run before the first, reductions after the last compute action. Return False where this rank or,
+        as far as it heard, another one failed: then `drain_rest` ends the step, and `Alarm.failure` says what to raise.
+        Raises PeerError; without an alarm StageError, and UserError for an action that is not in the list, or ran.
         """
-        actions = self.recorder.actions
-        around = _AROUND[op]
+        index = 0
+        try:
+            for index in self._indices_of(op, stage, chunk):
+                if self._alarm is not None and self._alarm.rang:
+                    return False
+                self._perform(index)
+        except UserError as error:
+            self._refuse(error)
+            return False
+        except Exception as error:
+            self._fail(index, error)
+            return False
+        return True
+
+    def _indices_of(self, op: str, stage: int, chunk: int) -> Iterator[int]:
+        """Yield where a compute action by hand and what goes with it are in the list; what is last depends on what ran."""
+        actions, around = self.recorder.actions, _AROUND[op]
         wanted = [i for i, a in enumerate(actions) if a.stage == stage and a.chunk == chunk and a.op in around]
         if not wanted:
             raise UserError(f"rank {self._placement.rank} has no {stage}{op}{chunk}")
+        if self._performed & set(wanted):
+            raise UserError(f"rank {self._placement.rank} ran {stage}{op}{chunk} in this step already")
         if not self._performed:
-            wanted = [i for i, a in enumerate(actions) if a.op in (Op.SEND_X, Op.RECV_X)] + wanted
-        for index in sorted(wanted, key=lambda i: around.get(actions[i].op, -1)):
-            self.perform(index)
-            self._performed += actions[index].op in COMPUTE
-        if self._performed == self._num_compute:
-            for index, action in enumerate(actions):
-                if action.op in (Op.REDUCE, Op.TIE_SUM):
-                    self.perform(index)
+            yield from (i for i, a in enumerate(actions) if a.op in (Op.SEND_X, Op.RECV_X))
+        yield from sorted(wanted, key=lambda i: around[actions[i].op])
+        if not self.left:
+            yield from (i for i, a in enumerate(actions) if a.op in (Op.REDUCE, Op.TIE_SUM))
+
+    @property
+    def left(self) -> list[str]:
+        """Compute actions of the step that were not performed by hand yet."""
+        actions = enumerate(self.recorder.actions)
+        return [str(action) for index, action in actions if action.op in COMPUTE and index not in self._performed]
+
+    def _refuse(self, error: UserError) -> None:
+        if self._alarm is None:
+            self.abort()
+            raise error
+        self._alarm.report(error)
 
     def finish(self) -> None:
         """Wait for every send of the step."""

@@ -175,14 +175,30 @@ class Run:
     def raise_if_refused(self) -> None:
         """End a step that `begin_step` refused here, or on the first rank, as `step` does. For steps by hand."""
         if self._lane.is_refused:
-            with self._undone_on_error():
-                self.executor.drain()
-            self.end_step()
+            self._give_up()
 
     def perform_chunk(self, op: str, stage: int, chunk: int) -> None:
-        """Run F or B of one chunk by hand, with the transfers around it (PipelineStage)."""
+        """Run F or B of one chunk by hand, with the transfers around it (PipelineStage).
+
+        Raises like `step`: also what another rank raised, at the first call that is made after this one heard of it.
+        """
         with self._undone_on_error():
-            self.executor.perform_chunk(op, stage, chunk)
+            is_well = self.executor.perform_chunk(op, stage, chunk)
+        if not is_well:
+            self._give_up()
+
+    def end_by_hand(self) -> StepResult:
+        """Finish a step whose chunks were run by hand. Raises like `step`, and UserError where one was left out."""
+        if left := self.executor.left:
+            self._lane.refuse(UserError(f"the step ended before rank {self.rank} ran {', '.join(left)}"))
+            self._give_up()
+        return self.end_step()
+
+    def _give_up(self) -> None:
+        """End a step by hand that failed somewhere. Raises why, on every rank."""
+        with self._undone_on_error():
+            self.executor.drain_rest()
+        self.end_step()
 
     def end_step(self) -> StepResult:
         """Finish reductions and sends, and share the loss."""
@@ -222,7 +238,9 @@ class Run:
         else:
             with self._sums.synchronised(opening.call is Call.STEP):
                 self._begin_step(opening, (), {}, None, problem)
-                self.raise_if_refused()
+                with self._undone_on_error():
+                    self.executor.drain()
+                self.end_step()
         raise BugError(f"a step that a rank refused went through: {problem}") from problem
 
     def pass_step(self) -> StepResult:
