@@ -34,6 +34,13 @@ def build_parser() -> argparse.ArgumentParser:
     node.add_argument("--metrics", metavar="HOST:PORT", help="what Prometheus scrapes (127.0.0.1:9464)")
     node.add_argument("--health", metavar="HOST:PORT", help="grpc.health.v1 alone (none)")
     node.add_argument("--slots", type=int, metavar="N", help="workers at a time (one per CUDA device, else per core)")
+    node.add_argument(
+        "--label",
+        action="append",
+        dest="labels",
+        metavar="KEY=VALUE",
+        help="for resources.node_selector; may be repeated",
+    )
     node.add_argument("--keep-attempts", type=int, metavar="N", help="directories of ended attempts to keep (20)")
     node.add_argument(
         "--stop-workers-on-exit", action="store_true", default=None, help="SIGTERM stops every worker first"

@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 EXIT_CONFIG = 78
+LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]{0,61}[A-Za-z0-9])?")
 NODE_NAME = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62})$")
+
+
+Labels = tuple[tuple[str, str], ...]  # sorted
+Quotas = tuple[tuple[str, int], ...]
 
 
 class ConfigError(Exception):
@@ -36,6 +41,7 @@ class CoordinatorConfig:
     health: str = "127.0.0.1:7402"  # grpc.health.v1 alone, plaintext
     beat_s: float = 1.0
     lease_ttl_s: float = 4.0
+    quotas: Quotas = ()  # slots that the jobs of a tenant may hold at once; one that is not named may hold any number
     insecure: bool = False
 
 
@@ -50,6 +56,7 @@ class NodeConfig:
     metrics: str = "127.0.0.1:9464"
     health: str | None = None
     slots: int | None = None  # None: one per CUDA device, else one per core
+    labels: Labels = ()  # what resources.node_selector of a job asks for
     keep_attempts: int = 20  # directories of ended attempts
     insecure: bool = False
     stop_workers_on_exit: bool = False  # SIGTERM stops every worker first: for containers and demos
@@ -172,11 +179,36 @@ def _typed(key: str, value: object, declared: str, where: str) -> object:
         "float": ((int, float), float),
         "int": ((int,), int),
         "bool": ((bool,), bool),
+        "Labels": ((dict, list), lambda raw: _labels(raw, where)),
+        "Quotas": ((dict,), lambda raw: _quotas(raw, where)),
     }
     types, convert = accepts[name]
     if not isinstance(value, types) or (isinstance(value, bool) and name != "bool"):
         raise ConfigError(f"{key}: {value!r} ({where}) is of type {type(value).__name__}; {name} is needed")
     return convert(value)
+
+
+def _labels(raw: dict[str, object] | list[str], where: str) -> Labels:
+    """Return the labels of a table, or of KEY=VALUE flags."""
+    pairs = list(raw.items()) if isinstance(raw, dict) else [text.partition("=")[::2] for text in raw]
+    labels = {}
+    for name, value in pairs:
+        if not isinstance(value, str) or not LABEL.fullmatch(name) or not (value == "" or LABEL.fullmatch(value)):
+            raise ConfigError(
+                f"labels: {name}={value} ({where}) is no label; write KEY=VALUE of at most 63 letters, digits, '.', '_', '-' "
+                "and '/' each, with a letter or digit at both ends"
+            )
+        labels[name] = value
+    return tuple(sorted(labels.items()))
+
+
+def _quotas(raw: dict[str, object], where: str) -> Quotas:
+    quotas = {}
+    for tenant, slots in raw.items():
+        if not isinstance(slots, int) or isinstance(slots, bool) or slots < 0:
+            raise ConfigError(f"quotas.{tenant}: {slots!r} ({where}) is no number of slots; write 0 or more")
+        quotas[tenant] = slots
+    return tuple(sorted(quotas.items()))
 
 
 def _positive(value: float, key: str) -> None:

@@ -73,6 +73,8 @@ def spec_from_proto(message: spec_pb2.JobSpec) -> JobSpec:
         schedule_csv=message.pipeline.schedule_csv,
         placement=message.resources.placement or "spread",
         priority=message.priority,
+        node_selector=tuple(sorted(message.resources.node_selector.items())),
+        tenant=message.tenant or "default",
     )
 
 
@@ -103,6 +105,7 @@ def registration_from_proto(hello: nodes_pb2.Hello) -> events.NodeRegistered:
         data_address=hello.data_address,
         metrics_address=hello.metrics_address,
         slots=tuple(Slot(each.index, each.device, each.uuid) for each in hello.slots),
+        labels=tuple(sorted(hello.labels.items())),
         attempts=tuple(
             events.ObservedAttempt(each.fence, each.shim_alive, tuple(each.started_ranks)) for each in hello.attempts
         ),
@@ -296,6 +299,7 @@ def node_to_proto(node: Node, held: Iterable[tuple[Attempt, str]], *, lease_age_
         metrics_address=node.metrics_address,
         slots=[slot_to_proto(each) for each in node.slots],
         lease_age_s=lease_age_s,
+        labels=dict(node.labels),
     )
     for attempt, name in held:
         num_slots = sum(each.node_id == node.node_id for each in attempt.placement)

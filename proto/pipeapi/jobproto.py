@@ -57,6 +57,7 @@ def to_proto(
             device=job.resources.device,
             slots_per_node=job.resources.slots_per_node or 0,
             placement=job.resources.placement,
+            node_selector=job.resources.node_selector,
         ),
         checkpoint=spec_pb2.CheckpointSpec(dir=job.checkpoint.dir if job.checkpoint else ""),
         observe=spec_pb2.ObserveSpec(trace_steps=job.observe.trace_steps),
@@ -69,6 +70,7 @@ def to_proto(
         init=job.init,
         weights=job.weights or "",
         priority=job.priority,
+        tenant=job.tenant,
     )
     if (size := json_bytes(message)) > MAX_SPEC_BYTES:
         hint = "put large values into a file in `source`, or on a path that every node sees"
@@ -122,6 +124,7 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
         "init": spec.init or "auto",
         "weights": spec.weights or None,
         "priority": spec.priority,
+        "tenant": spec.tenant or "default",
         "pipeline": {
             "stages": pipeline.stages,
             "stages_per_rank": list(pipeline.stages_of_ranks) or pipeline.stages_per_rank,
@@ -153,6 +156,7 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
             "device": spec.resources.device,
             "slots_per_node": spec.resources.slots_per_node or None,
             "placement": spec.resources.placement or "spread",
+            "node_selector": dict(spec.resources.node_selector),
         },
         "checkpoint": {"dir": spec.checkpoint.dir} if spec.checkpoint.dir else None,
         "recovery": {"grace": spec.grace_s, "start_timeout": spec.start_timeout_s},

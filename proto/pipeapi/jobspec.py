@@ -17,7 +17,6 @@ import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -30,23 +29,18 @@ from pydantic import (
 
 from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
 from pipeapi.schedules import AUTO, CHOSEN, FORWARD, SCHEDULES, blocks_misfit, csv_misfit, csv_trains, is_file, misfit
-from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_duration, parse_size
+from pipeapi.sections import NAME, Checkpoint, Observe, Recovery, Resources, Strict, absolute
+from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_size
 
 MAX_FILE_BYTES = 1 << 20
 MAX_SPEC_BYTES = 256 << 10  # a node tells each worker the whole job, and its environment again, in one line of 1 MiB
 SPLITS = ("balanced", "balanced:measured", "balanced:flops", "balanced:bytes", "parameters", "layers", "bucket:25MiB")
 
-_NAME = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
 _PROGRAM = r"^(hf:.+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
 _SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}]}
-_TIME_SCHEMA = {
-    "anyOf": [{"type": "integer", "minimum": 0, "maximum": 86_400}, {"type": "string", "pattern": "^[0-9]+ *[smh]$"}]
-}
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 50), WithJsonSchema(_SIZE_SCHEMA)]
 SizeAboveZero = Annotated[int, BeforeValidator(parse_size), Field(ge=1, lt=1 << 50), WithJsonSchema(_SIZE_SCHEMA)]
-Seconds = Annotated[int, BeforeValidator(parse_duration), Field(ge=0, le=86_400), WithJsonSchema(_TIME_SCHEMA)]
-Timeout = Annotated[int, BeforeValidator(parse_duration), Field(ge=1, le=86_400), WithJsonSchema(_TIME_SCHEMA)]
 
 
 def _chosen_or_count(value: object, handler: ValidatorFunctionWrapHandler) -> int:
@@ -61,11 +55,7 @@ Chunks = Annotated[
 ]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Buckets(_Strict):
+class Buckets(Strict):
     """How each stage is cut once more, into bucket submodules whose gradients are reduced together."""
 
     cap: Size = Field(25 << 20, description="bytes of gradients after which a bucket is full; 0: one bucket per stage")
@@ -75,7 +65,7 @@ class Buckets(_Strict):
     )
 
 
-class Balance(_Strict):
+class Balance(Strict):
     """What `split: balanced` weighs besides time."""
 
     memory: SizeAboveZero | None = Field(
@@ -95,7 +85,7 @@ class Balance(_Strict):
     block_boundaries: bool = Field(False, description="cut only where a numbered module such as blocks.3 begins")
 
 
-class Pipeline(_Strict):
+class Pipeline(Strict):
     """How the model is cut and in which order chunks run."""
 
     stages: int = Field(ge=1, le=4096, description="number of stages the model is cut into")
@@ -186,7 +176,7 @@ class Pipeline(_Strict):
         return self
 
 
-class Train(_Strict):
+class Train(Strict):
     """What is trained, and for how long."""
 
     steps: int = Field(ge=1, description="optimizer steps; of a forward job, the most batches")
@@ -203,50 +193,11 @@ class Train(_Strict):
     eval_every: int | None = Field(None, ge=1, description="steps between two calls of the program's evaluate()")
 
 
-class Resources(_Strict):
-    """What a worker takes on a node."""
-
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where the slots are CUDA devices")
-    slots_per_node: int | None = Field(None, ge=1, description="at most so many workers on one node")
-    placement: Literal["spread", "pack"] = Field(
-        "spread",
-        description="spread: replicas on different nodes where free slots allow it; pack: the whole job on the fewest nodes",
-    )
-
-
-class Checkpoint(_Strict):
-    """Where the trained weights go."""
-
-    dir: str = Field(description="absolute path of a folder that every node of the job sees")
-
-    @field_validator("dir")
-    @classmethod
-    def _absolute_dir(cls, value: str) -> str:
-        return _absolute(value, "/data/gpt")
-
-
-class Recovery(_Strict):
-    """How a job ends and what it survives."""
-
-    grace: Seconds = Field(30, description="between SIGTERM and SIGKILL when the job is cancelled")
-    start_timeout: Timeout = Field(
-        600, description="for the nodes to prepare, and again for every rank to import, cut, compile and join"
-    )
-
-
-class Observe(_Strict):
-    """What is recorded beyond metrics."""
-
-    trace_steps: list[Annotated[int, Field(ge=0)]] = Field(
-        default_factory=list, description="steps of which every action is recorded"
-    )
-
-
-class JobFile(_Strict):
+class JobFile(Strict):
     """A job: a program, how it is cut, how long it trains."""
 
     version: Literal[1] = Field(description="of this format")
-    name: str = Field(pattern=_NAME, description="unique among live jobs: lower case, digits, '-' and '.'")
+    name: str = Field(pattern=NAME, description="unique among live jobs: lower case, digits, '-' and '.'")
     program: str = Field(
         pattern=_PROGRAM,
         description='"module:Class", importable by the workers or found in `source`; or "hf:FOLDER", a transformers model '
@@ -271,6 +222,9 @@ class JobFile(_Strict):
         description="jobs of a higher one go first, and may take the slots of lower ones, which are stopped with their grace and "
         "queued again",
     )
+    tenant: str = Field(
+        "default", pattern=NAME, description="whose quota of slots it counts for, where there are quotas"
+    )
     pipeline: Pipeline
     train: Train
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where every slot is a CUDA device")
@@ -285,7 +239,7 @@ class JobFile(_Strict):
     @field_validator("weights")
     @classmethod
     def _absolute_weights(cls, value: str | None) -> str | None:
-        return value if value is None else _absolute(value, "/data/llama")
+        return value if value is None else absolute(value, "/data/llama")
 
     @model_validator(mode="after")
     def _folder_is_found(self) -> JobFile:
@@ -341,12 +295,6 @@ def _only_for_training(job: JobFile) -> str | None:
         "checkpoint": job.checkpoint,
     }
     return next((name for name, value in fields.items() if value), None)
-
-
-def _absolute(value: str, example: str) -> str:
-    if not value.startswith("/") or "\0" in value:
-        raise ValueError(f'"{value}" is no absolute path; workers run in folders of their own, so write e.g. {example}')
-    return value
 
 
 def _one_of(value: str, choices: Sequence[str]) -> str:

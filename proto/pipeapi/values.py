@@ -12,6 +12,7 @@ _ENV_NAME = re.compile(r"^[A-Z_][A-Z0-9_]*$")
 _RESERVED_ENV = re.compile(
     r"^(LD_|PYTHON|GRPC_|PIPED_|BASH_FUNC|MASTER_|TORCHELASTIC_|RANK$|WORLD_SIZE$|CUDA_VISIBLE_DEVICES$)"
 )
+_LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]{0,61}[A-Za-z0-9])?")
 _SIZE_UNITS = {
     "": 1,
     "B": 1,
@@ -47,6 +48,15 @@ def parse_duration(value: object) -> object:
             raise ValueError('not a duration; write e.g. "30s"')
         return int(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
     return value
+
+
+def check_label(name: str, value: str) -> None:
+    """Raise ValueError for a label that no node can have."""
+    if not _LABEL.fullmatch(name) or not (value == "" or _LABEL.fullmatch(value)):
+        raise ValueError(
+            f"{name}={value}: no label; use 1 to 63 letters, digits, '.', '_', '-' and '/', with a letter or digit at both "
+            "ends; the value may be empty"
+        )
 
 
 def check_env(name: str, value: str) -> None:

@@ -30,7 +30,7 @@ from piped.core.model import (
     WorkerState,
 )
 
-VERSION = 3
+VERSION = 4
 
 # Of version 1; a new store is brought up by MIGRATIONS like an old one.
 TABLES = """
@@ -83,6 +83,7 @@ CREATE UNIQUE INDEX one_live_attempt_per_job ON attempts (job_id)
   WHERE state NOT IN ('succeeded', 'failed', 'cancelled', 'aborted', 'preempted')
 """,
     3: "ALTER TABLE jobs ADD COLUMN earmark TEXT NOT NULL DEFAULT '[]'",
+    4: "ALTER TABLE nodes ADD COLUMN labels TEXT NOT NULL DEFAULT '{}'",
 }
 
 Row = dict[str, Any]
@@ -91,13 +92,14 @@ Row = dict[str, Any]
 def node_row(node: Node) -> Row:
     row = {name: getattr(node, name) for name in ("node_id", "node_name", "host_key", "incarnation", "version")}
     row |= {"data_address": node.data_address, "metrics_address": node.metrics_address, "state": node.state.value}
+    row["labels"] = json.dumps(dict(node.labels))
     row |= {"cordon": _json(node.cordon), "drain": _json(node.drain)}
     return row | {"slots": json.dumps([asdict(each) for each in node.slots])}
 
 
 def node_from(row: Row) -> Node:
     slots = tuple(Slot(**each) for each in json.loads(row["slots"]))
-    row |= {"state": NodeState(row["state"]), "slots": slots}
+    row |= {"state": NodeState(row["state"]), "slots": slots, "labels": tuple(json.loads(row["labels"]).items())}
     row["cordon"] = Cordon(**json.loads(row["cordon"])) if row["cordon"] else None
     row["drain"] = Drain(**json.loads(row["drain"])) if row["drain"] else None
     return Node(**row)
@@ -117,6 +119,7 @@ def job_from(row: Row) -> Job:
     row.pop("name")
     spec = json.loads(row["spec"])
     spec["env"] = tuple((name, value) for name, value in spec["env"])
+    spec["node_selector"] = tuple((name, value) for name, value in spec.get("node_selector", ()))
     spec["stages_of_ranks"] = tuple(spec.get("stages_of_ranks", ()))  # absent in a job stored before there were any
     row["spec"] = JobSpec(**spec, payload=row.pop("payload"))
     row["earmark"] = tuple((node_id, index) for node_id, index in json.loads(row["earmark"]))

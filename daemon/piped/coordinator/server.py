@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ async def run(config: CoordinatorConfig) -> int:
         return 1
     store = stores.Store(config.state_dir)
     try:
-        state = await store.open(time.time())
+        state = replace(await store.open(time.time()), quotas=dict(config.quotas))
         coordinator = Coordinator(config, store, state)
         return await coordinator.serve()
     except (NodeError, UnavailableError) as error:

@@ -28,6 +28,7 @@ class Draft:
         self.reservations: Mapping[SlotKey, int] = state.reservations
         self.submissions: Mapping[str, Submission] = state.submissions
         self.artifacts: Mapping[str, Artifact] = state.artifacts
+        self.quotas: Mapping[str, int] = state.quotas
         self._owned: dict[str, dict[Any, Any]] = {}
         self._effects: dict[Effect, None] = {}
 
@@ -113,5 +114,6 @@ class Draft:
             self.reservations,
             self.submissions,
             self.artifacts,
+            self.quotas,
         )
         return state, tuple(self._effects)

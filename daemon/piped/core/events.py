@@ -110,6 +110,7 @@ class NodeRegistered:
     metrics_address: str
     slots: tuple[Slot, ...]
     attempts: tuple[ObservedAttempt, ...] = ()
+    labels: tuple[tuple[str, str], ...] = ()
     session: int = 0  # numbers the sessions of this coordinator's life
 
 

@@ -135,6 +135,7 @@ class Node:
     session: int = 0  # that registered it; not stored, since no session outlives its coordinator
     cordon: Cordon | None = None
     drain: Drain | None = None
+    labels: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_gone(self) -> bool:
@@ -174,6 +175,8 @@ class JobSpec:
     schedule_csv: str = ""  # the text of a schedule that is a file
     placement: str = "spread"  # spread | pack
     priority: int = 0  # higher ones go first, and may take the slots of lower ones
+    node_selector: tuple[tuple[str, str], ...] = ()  # labels that its nodes must have
+    tenant: str = "default"  # whose quota it counts for
 
     @property
     def pp_ranks(self) -> int:
@@ -377,3 +380,4 @@ class State:
     reservations: Mapping[SlotKey, int] = field(default_factory=dict)  # fence that holds the slot
     submissions: Mapping[str, Submission] = field(default_factory=dict)  # by request_id
     artifacts: Mapping[str, Artifact] = field(default_factory=dict)  # by sha256
+    quotas: Mapping[str, int] = field(default_factory=dict)  # slots by tenant; configured, not stored

@@ -57,6 +57,7 @@ def register(draft: Draft, event: events.NodeRegistered) -> str:
         event.metrics_address,
         event.slots,
         event.session,
+        labels=event.labels,
         cordon=known.cordon if known is not None else None,
         drain=known.drain if known is not None else None,
     )

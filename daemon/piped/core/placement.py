@@ -27,7 +27,7 @@ def place(
     spec: JobSpec, nodes: Iterable[Node], reservations: Mapping[SlotKey, int]
 ) -> tuple[tuple[RankPlacement, ...] | None, str]:
     """Return the placement by rank, or None and what is missing, in the words that people read."""
-    live = sorted((each for each in nodes if not each.is_gone), key=lambda each: each.node_name)
+    live = sorted((each for each in nodes if _suits(spec, each)), key=lambda each: each.node_name)
     kind = _device_kind(spec, live)
     ready = [each for each in live if each.state is NodeState.READY and not each.closed_because]
     offers = [_offer(spec, kind, node, reservations) for node in ready]
@@ -44,14 +44,14 @@ def can_ever_fit(spec: JobSpec, nodes: Iterable[Node]) -> bool:
 
     Nodes that are gone, and those that an operator keeps from new work, do not count.
     """
-    live = [each for each in nodes if not each.is_gone]
+    live = [each for each in nodes if _suits(spec, each)]
     kind = _device_kind(spec, live)
     return sum(_capacity(spec, kind, node) for node in live if not node.closed_because) >= spec.world_size
 
 
 def usable(spec: JobSpec, nodes: Iterable[Node]) -> list[tuple[SlotKey, ...]]:
     """Return the slots, free or not, that the job could ever take, node by node."""
-    live = sorted((each for each in nodes if not each.is_gone), key=lambda each: each.node_name)
+    live = sorted((each for each in nodes if _suits(spec, each)), key=lambda each: each.node_name)
     kind = _device_kind(spec, live)
     opened = [each for each in live if not each.closed_because]
     return [tuple((node.node_id, slot.index) for slot in node.slots if slot.kind == kind) for node in opened]
@@ -59,7 +59,12 @@ def usable(spec: JobSpec, nodes: Iterable[Node]) -> list[tuple[SlotKey, ...]]:
 
 def shape_of(spec: JobSpec) -> tuple[object, ...]:
     """Return what decides whether there is room: jobs of one shape fit or don't fit together."""
-    return spec.world_size, spec.device, spec.slots_per_node
+    return spec.world_size, spec.device, spec.slots_per_node, spec.node_selector
+
+
+def _suits(spec: JobSpec, node: Node) -> bool:
+    """Return whether the node is there, or may come back within its lease, and has the labels that the job asks for."""
+    return not node.is_gone and set(spec.node_selector) <= set(node.labels)
 
 
 def _device_kind(spec: JobSpec, live: Iterable[Node]) -> str:
@@ -133,4 +138,7 @@ def _shortage(spec: JobSpec, kind: str, ready: list[Node], reservations: Mapping
     need = f"needs {spec.world_size} {kind_name}{'' if spec.world_size == 1 else 's'}"
     if spec.slots_per_node:
         need += f" with at most {spec.slots_per_node} per node"
+    if spec.node_selector:
+        need += f" on nodes with {', '.join(f'{name}={value}' for name, value in spec.node_selector)}"
+        return f"{need}, which have {total} ({shape or 'no ready node'}), {used} in use"
     return f"{need}, the cluster has {total} ({shape or 'no ready node'}), {used} in use"

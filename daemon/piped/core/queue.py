@@ -8,7 +8,7 @@ cluster can't hold at all blocks nobody. Called by `machine` alone.
 
 from __future__ import annotations
 
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -53,7 +53,11 @@ def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
     shapes: dict[tuple[object, ...], bool] = {}  # whether the cluster could hold a job of that shape
     refused: dict[tuple[object, ...], str] = {}  # why there is no room now; slots only get fewer in one pass
     head: Job | None = None
+    quotas = _Quotas(draft)
     for job in queue:
+        if over := quotas.refusal(job):
+            _wait(draft, job, over)
+            continue
         shape = placement.shape_of(job.spec)
         if shape not in shapes:
             shapes[shape] = placement.can_ever_fit(job.spec, draft.nodes.values())
@@ -64,6 +68,7 @@ def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
             placed, refusal = placement.place(job.spec, draft.nodes.values(), taken)
             if placed is not None:
                 attempts.reserve(draft, job, placed)
+                quotas.take(job)
                 continue
             refused[shape] = refusal
         if not shapes[shape]:
@@ -77,6 +82,37 @@ def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
         if job.earmark and (head is None or job.job_id != head.job_id):
             draft.put_job(replace(job, earmark=()))
     return f"{len(queue)} jobs were queued"
+
+
+class _Quotas:
+    """What each tenant holds in one pass. A tenant's jobs don't overtake one that waits for its quota."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._limits = draft.quotas
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, str] = {}  # tenant → the job of it that waits first
+        if self._limits:
+            fences = Counter(draft.reservations.values())
+            for fence, count in fences.items():
+                self._held[draft.jobs[draft.attempts[fence].job_id].spec.tenant] += count
+
+    def refusal(self, job: Job) -> str:
+        """Return why the job may not start now; empty: its tenant has room."""
+        tenant, need = job.spec.tenant, job.spec.world_size
+        limit = self._limits.get(tenant)
+        if limit is None:
+            return ""
+        if tenant in self._waiting:
+            return f"waits behind {self._waiting[tenant]} of tenant {tenant}"
+        if self._held[tenant] + need <= limit:
+            return ""
+        if need <= limit:
+            self._waiting[tenant] = job.spec.name
+        return f"needs {need} slots, tenant {tenant} may hold {limit} and holds {self._held[tenant]}"
+
+    def take(self, job: Job) -> None:
+        """Note that the job got its slots."""
+        self._held[job.spec.tenant] += job.spec.world_size
 
 
 def order(job: Job) -> tuple[int, int]:

@@ -24,6 +24,7 @@ MAX_ENV_BYTES = 131_068  # of NAME=VALUE and its NUL; execve refuses a longer st
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?")
 ENV_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 PROGRAM = re.compile(r"hf:[^\0\n]+|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]{0,61}[A-Za-z0-9])?")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _RESERVED_ENV = re.compile(
     r"(PIPED_|LD_|PYTHON|GRPC_|BASH_FUNC|MASTER_|TORCHELASTIC_).*|RANK|WORLD_SIZE|CUDA_VISIBLE_DEVICES"
@@ -67,6 +68,11 @@ def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "resources.device", f"{spec.device!r} is unknown; use one of {', '.join(DEVICES)}"
     if spec.placement not in PLACEMENTS:
         yield "resources.placement", f"{spec.placement!r} is unknown; use one of {', '.join(PLACEMENTS)}"
+    if not NAME.fullmatch(spec.tenant):
+        yield "tenant", f"{spec.tenant!r} is no name: use 1 to 63 of a-z, 0-9, '-', '.', a letter or digit at both ends"
+    for name, value in spec.node_selector:
+        if not LABEL.fullmatch(name) or not (value == "" or LABEL.fullmatch(value)):
+            yield "resources.node_selector", f"{name}={value} is no label: use letters, digits, '.', '_', '-', '/'"
     if spec.source_sha256 and not SHA256.fullmatch(spec.source_sha256):
         yield "source", f"{spec.source_sha256!r} is no SHA-256 in lower-case hexadecimal"
     for name, value in spec.env:

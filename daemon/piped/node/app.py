@@ -88,6 +88,7 @@ async def _serve(config: NodeConfig, state: StateDir, place: Place, slots: tuple
             data_address=config.data_address,
             metrics_address=_advertised(metrics_address, config.data_address),
             slots=slots,
+            labels=config.labels,
         )
         await _work(config, state, place, identity, collector, health, leave)
     log.info("node_stopped")

@@ -57,6 +57,7 @@ class NodeIdentity:
     data_address: str
     metrics_address: str
     slots: tuple[Slot, ...]
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 class Session:
@@ -125,6 +126,7 @@ class Session:
             cluster_id=membership.cluster_id,
             node_id=self._identity.node_id,
             node_name=self._identity.node_name,
+            labels=dict(self._identity.labels),
             host_key=self._identity.host_key,
             version=self._identity.version,
             highest_epoch=membership.highest_epoch,

@@ -34,7 +34,14 @@ class Slot(_message.Message):
     def __init__(self, index: _Optional[int] = ..., device: _Optional[str] = ..., uuid: _Optional[str] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node_id", "node_name", "state", "incarnation", "version", "data_address", "metrics_address", "slots", "slots_used", "lease_age_s", "cordon", "drain", "attempts")
+    __slots__ = ("node_id", "node_name", "state", "incarnation", "version", "data_address", "metrics_address", "slots", "slots_used", "lease_age_s", "cordon", "drain", "attempts", "labels")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +55,7 @@ class Node(_message.Message):
     CORDON_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     node_name: str
     state: NodeState
@@ -61,7 +69,8 @@ class Node(_message.Message):
     cordon: Cordon
     drain: Drain
     attempts: _containers.RepeatedCompositeFieldContainer[NodeAttempt]
-    def __init__(self, node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., slots_used: _Optional[int] = ..., lease_age_s: _Optional[float] = ..., cordon: _Optional[_Union[Cordon, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[NodeAttempt, _Mapping]]] = ...) -> None: ...
+    labels: _containers.ScalarMap[str, str]
+    def __init__(self, node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., slots_used: _Optional[int] = ..., lease_age_s: _Optional[float] = ..., cordon: _Optional[_Union[Cordon, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[NodeAttempt, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Cordon(_message.Message):
     __slots__ = ("who", "why", "at")

@@ -44,7 +44,14 @@ class SessionResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., beat_ack: _Optional[_Union[BeatAck, _Mapping]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., fact_ack: _Optional[_Union[FactAck, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("cluster_id", "node_id", "node_name", "host_key", "version", "highest_epoch", "highest_fence", "data_address", "metrics_address", "slots", "attempts")
+    __slots__ = ("cluster_id", "node_id", "node_name", "host_key", "version", "highest_epoch", "highest_fence", "data_address", "metrics_address", "slots", "labels", "attempts")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +62,7 @@ class Hello(_message.Message):
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     node_id: str
@@ -66,8 +74,9 @@ class Hello(_message.Message):
     data_address: str
     metrics_address: str
     slots: _containers.RepeatedCompositeFieldContainer[_cluster_pb2.Slot]
+    labels: _containers.ScalarMap[str, str]
     attempts: _containers.RepeatedCompositeFieldContainer[ObservedAttempt]
-    def __init__(self, cluster_id: _Optional[str] = ..., node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., host_key: _Optional[str] = ..., version: _Optional[str] = ..., highest_epoch: _Optional[int] = ..., highest_fence: _Optional[int] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[_cluster_pb2.Slot, _Mapping]]] = ..., attempts: _Optional[_Iterable[_Union[ObservedAttempt, _Mapping]]] = ...) -> None: ...
+    def __init__(self, cluster_id: _Optional[str] = ..., node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., host_key: _Optional[str] = ..., version: _Optional[str] = ..., highest_epoch: _Optional[int] = ..., highest_fence: _Optional[int] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[_cluster_pb2.Slot, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., attempts: _Optional[_Iterable[_Union[ObservedAttempt, _Mapping]]] = ...) -> None: ...
 
 class ObservedAttempt(_message.Message):
     __slots__ = ("fence", "job_id", "shim_alive", "started_ranks")

@@ -82,6 +82,35 @@ def test_both_take_the_same_priorities(priority):
         assert is_good(priority=priority)
 
 
+@pytest.mark.parametrize(
+    "label", ["gpu=h100", "a=", "a/b.c-d_e=1", "=x", "-a=x", "a=-", "a b=x", "a=é", "a" * 64 + "=x"]
+)
+def test_both_take_the_same_labels_and_they_travel(label):
+    name, value = label.split("=")
+    try:
+        job = jobspec.load_text(
+            text() + f"resources: {{node_selector: {{{name!r}: {value!r}}}}}\n".encode(), "job.yaml"
+        )
+    except jobspec.SpecError:
+        assert not is_good(node_selector=((name, value),))
+    else:
+        message = jobproto.to_proto(job, environ={})
+        assert jobproto.from_proto(message).resources.node_selector == {name: value}
+        assert wire.spec_from_proto(message).node_selector == ((name, value),)
+        assert is_good(node_selector=((name, value),))
+
+
+@pytest.mark.parametrize("tenant", NAMES)
+def test_both_take_the_same_tenants(tenant):
+    try:
+        job = jobspec.load_text(text() + f"tenant: {tenant!r}\n".encode(), "job.yaml")
+    except jobspec.SpecError:
+        assert not is_good(tenant=tenant)
+    else:
+        assert wire.spec_from_proto(jobproto.to_proto(job, environ={})).tenant == tenant
+        assert is_good(tenant=tenant)
+
+
 def message_of(num_bytes, letter):
     """Return a good job that takes `num_bytes` as JSON, filled with `letter` in its environment and params."""
     message = jobproto.to_proto(jobspec.load_text(text() + b"params: {t: ''}\n", "job.yaml"), environ={})

@@ -30,7 +30,7 @@ def story():
     """Return events that touch every table."""
     report = WorkerReport("bad", "Traceback", 3, is_transport=True, peer_rank=0)
     return (
-        registration("n1", 2),
+        registration("n1", 2, labels=(("gpu", "h100"),)),
         submission("j1", env=(("A", "1"),), payload=b"\x00\x01"),
         events.PlacementDue(),
         events.AttemptPrepared("n1", 1),
@@ -44,7 +44,7 @@ def story():
         registration("n2", 1),
         events.CordonRequested("n2", "ann", "why"),
         events.DrainRequested("n2", "ann", "why", 60.0),
-        submission("j2", name="second"),
+        submission("j2", name="second", node_selector=(("gpu", "h100"),)),
         events.PlacementDue(),
         events.ArtifactStored("0" * 64, 7),
     )
@@ -140,7 +140,7 @@ def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
 
     async def scenario():
         store = Store(tmp_path)
-        with pytest.raises(NodeError, match="schema 99, this program knows 3"):
+        with pytest.raises(NodeError, match="schema 99, this program knows 4"):
             await store.open(5.0)
         await store.close()
 

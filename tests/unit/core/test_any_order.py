@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from piped.core import events, invariants, machine, queue
 from piped.core.effects import PlaceQueued
@@ -75,6 +77,10 @@ class AnyOrder(RuleBasedStateMachine):
                 if fence is not None and key not in before.reservations:
                     taker = self.state.jobs[self.state.attempts[fence].job_id]
                     assert queue.order(taker) < queue.order(head)
+
+    @initialize(quota=st.sampled_from([None, 2]))
+    def configure(self, quota: int | None) -> None:
+        self.state = replace(self.state, quotas={} if quota is None else {"default": quota})
 
     @rule(node=NODES, slots=st.integers(1, 3), keeps=st.booleans(), session=st.integers(1, 2))
     def register(self, node: str, slots: int, keeps: bool, session: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from piped.core import events
 from piped.core.model import AttemptState, JobState
 from piped.errors import NotFoundError, WrongStateError
-from tests.unit.core.build import cluster, submission
+from tests.unit.core.build import cluster, registration, submission
 
 STARTING, RUNNING, QUEUED = JobState.STARTING, JobState.RUNNING, JobState.QUEUED
 
@@ -107,6 +109,31 @@ def test_a_job_that_has_started_can_not_be_held():
         cluster(1).feed(job("a"), events.HoldRequested("a", "ann", ""))
     with pytest.raises(NotFoundError):
         cluster(1).feed(events.HoldRequested("a", "ann", ""))
+
+
+def test_a_job_runs_on_nodes_with_its_labels_alone_and_says_so_while_there_is_none():
+    c = cluster(4).feed(job("picky", stages=2, node_selector=(("gpu", "h100"),)), job("any"))
+    assert c.job("picky").pending_reason == (
+        "needs 2 slots on nodes with gpu=h100, which have 0 (no ready node), 0 in use"
+    )
+    assert c.job("any").state is STARTING
+    c.feed(registration("n2", 2, labels=(("gpu", "h100"), ("rack", "a"))))
+    assert (c.job("picky").state, c.node_of(0, fence_of(c, "picky"))) == (STARTING, "n2")
+
+
+def test_a_tenant_at_its_quota_waits_in_order_and_holds_up_nobody_else():
+    c = cluster(8)
+    c.state = replace(c.state, quotas={"ann": 3})
+    c.feed(
+        job("a1", 2, tenant="ann"), job("a2", 2, tenant="ann"), job("a3", 1, tenant="ann"), job("a4", 4, tenant="ann")
+    )
+    c.feed(job("b1", 4, tenant="bob"))
+    assert (c.job("a1").state, c.job("b1").state) == (STARTING, STARTING)
+    assert c.job("a2").pending_reason == "needs 2 slots, tenant ann may hold 3 and holds 2"
+    assert c.job("a3").pending_reason == "waits behind a2 of tenant ann"
+    c.feed(events.CancelRequested("a1")).empty(1)
+    assert (c.job("a2").state, c.job("a3").state) == (STARTING, STARTING)
+    assert c.job("a4").pending_reason == "needs 4 slots, tenant ann may hold 3 and holds 3"
 
 
 def test_two_gangs_that_each_need_two_of_three_slots_never_hold_one_each():

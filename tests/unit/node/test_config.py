@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from piped.__main__ import main
+from piped.__main__ import build_parser, main
 from piped.config import ConfigError, load_coordinator, load_node
 
 
@@ -52,6 +52,19 @@ def test_plaintext_beyond_loopback_must_be_written_out(tmp_path: Path) -> None:
 def test_a_lease_shorter_than_two_beats_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lease_ttl_s: 1.0 s is less than two beats of 1.0 s"):
         load_coordinator(None, {"state_dir": tmp_path, "lease_ttl_s": 1.0})
+
+
+def test_labels_and_quotas_are_tables_and_a_flag_per_label_overrides_the_file(tmp_path: Path) -> None:
+    node = write(tmp_path, 'labels = {rack = "a", gpu = ""}')
+    assert load_node(node, {"state_dir": tmp_path}).labels == (("gpu", ""), ("rack", "a"))
+    flags = vars(build_parser().parse_args(["node", "--label", "gpu=h100", "--label", "x=1"]))
+    assert load_node(node, {"state_dir": tmp_path, "labels": flags["labels"]}).labels == (("gpu", "h100"), ("x", "1"))
+    with pytest.raises(ConfigError, match=r"labels: -a=1 .* is no label"):
+        load_node(None, {"state_dir": tmp_path, "labels": ["-a=1"]})
+    quotas = write(tmp_path, "quotas = {ann = 8, bob = 0}")
+    assert load_coordinator(quotas, {"state_dir": tmp_path}).quotas == (("ann", 8), ("bob", 0))
+    with pytest.raises(ConfigError, match=r"quotas\.ann: 'x' .* is no number of slots"):
+        load_coordinator(write(tmp_path, 'quotas = {ann = "x"}'), {"state_dir": tmp_path})
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
