@@ -54,7 +54,7 @@ class ShapeError(UserError):
 
 
 class StageError(StagekitError):
-    """Something raised while a stage ran; `__cause__` is the original exception."""
+    """Something raised while a stage ran; `__cause__` is the original exception. `rank` counts in the group of all replicas."""
 
     def __init__(self, message: str, *, rank: int, stage: int, chunk: int, op: str) -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class StageError(StagekitError):
 class RemoteError(StageError):
     """Another rank failed in this step, which every rank dropped; `traceback` is that rank's, and also in the notes.
 
-    `rank` counts in the group of all replicas. `stage` and `chunk` are -1 and `op` is empty where it failed outside its stages:
+    `stage` and `chunk` are -1 and `op` is empty where it failed outside its stages:
     in its arguments, say.
     """
 

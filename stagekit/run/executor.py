@@ -199,9 +199,9 @@ class Executor:
         actions, around = self.recorder.actions, _AROUND[op]
         wanted = [i for i, a in enumerate(actions) if a.stage == stage and a.chunk == chunk and a.op in around]
         if not wanted:
-            raise UserError(f"rank {self._placement.rank} has no {stage}{op}{chunk}")
+            raise UserError(f"{self._placement.name} has no {stage}{op}{chunk}")
         if self._performed & set(wanted):
-            raise UserError(f"rank {self._placement.rank} ran {stage}{op}{chunk} in this step already")
+            raise UserError(f"{self._placement.name} ran {stage}{op}{chunk} in this step already")
         if not self._performed:
             yield from (i for i, a in enumerate(actions) if a.op in (Op.SEND_X, Op.RECV_X))
         yield from sorted(wanted, key=lambda i: around[actions[i].op])
@@ -251,9 +251,9 @@ class Executor:
         action = self.recorder.actions[index]
         told = " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         return StageError(
-            f"rank {self._placement.rank}, stage {action.stage}, chunk {action.chunk}, {action.op}: {told}"
+            f"{self._placement.name}, stage {action.stage}, chunk {action.chunk}, {action.op}: {told}"
             f"{self._inputs_of(action)}",
-            rank=self._placement.rank,
+            rank=self._placement.global_rank_of(self._placement.rank),
             stage=action.stage,
             chunk=action.chunk,
             op=action.op,

@@ -401,13 +401,13 @@ class Lane:
             missing.append("target")
         if target is not None and self._agreement.target is None and self._given.target_tree is None:
             raise UserError(
-                f"rank {self._placement.rank} passed a target to {call} at step {number}, but none to the first {call}, so that "
+                f"{self._placement.name} passed a target to {call} at step {number}, but none to the first {call}, so that "
                 f"nobody computes a loss; who passes what is agreed once: pass a target to every {call}, or to none"
             )
         self._check_kinds(leaves, target)
         if missing:
             raise UserError(
-                f"rank {self._placement.rank} passed {', '.join(missing)} to the first {call}, but not to the one at step {number}; "
+                f"{self._placement.name} passed {', '.join(missing)} to the first {call}, but not to the one at step {number}; "
                 f"who passes what is agreed once: pass the same to every {call}"
             )
 
@@ -447,7 +447,7 @@ class Lane:
         rows = chunking.batch_rows(self._spec, leaves)
         if rows is not None and rows != header.rows:
             raise ShapeError(
-                f"rank {self._placement.rank} was given {rows} rows, rank 0 {header.rows}; pass the same batch"
+                f"{self._placement.name} was given {rows} rows, {self._placement.name_of(0)} {header.rows}; pass the same batch"
             )
         chunking.check_fixed_shapes(self._spec, leaves, chunk_sizes(header.rows, self._num_chunks))
         chunking.check_target(pytree.tree_leaves(target), header.rows)

@@ -30,6 +30,20 @@ class Placement:
     stage_ranks: tuple[int, ...]
     rank: int  # of this process in its pipeline
     num_chunks: int
+    replica: int | None = None  # which one this pipeline is; None: there is no other
+
+    @property
+    def name(self) -> str:
+        """This rank for people, as all replicas count."""
+        return self.name_of(self.rank)
+
+    def name_of(self, rank: int) -> str:
+        """Return a rank of this pipeline for people."""
+        return f"rank {rank}" if self.replica is None else f"rank {self.global_rank_of(rank)} (replica {self.replica})"
+
+    def global_rank_of(self, rank: int) -> int:
+        """Return where a rank of this pipeline is among those of all replicas."""
+        return (self.replica or 0) * (max(self.stage_ranks) + 1) + rank
 
     @property
     def own_stages(self) -> tuple[int, ...]:

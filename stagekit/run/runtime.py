@@ -65,7 +65,8 @@ class Run:
         check_counts(len(plan.stage_ranks), plan.stages_per_rank, plan.replicas, world)
         self.groups = Groups(plan.num_ranks, plan.replicas, group, device)
         self.rank, self.replica = self.groups.pipeline_rank, self.groups.replica
-        self.placement = Placement(plan.model, plan.stage_ranks, self.rank, plan.num_chunks)
+        replica = self.replica if plan.replicas > 1 else None
+        self.placement = Placement(plan.model, plan.stage_ranks, self.rank, plan.num_chunks, replica)
         edges = {edge.value: edge for edge in plan.model.edges}
         last = self.placement.last_stage
         self._parallelized: dict[int, nn.Module] = {}  # what the user's `parallelize` returned
@@ -190,7 +191,7 @@ class Run:
     def end_by_hand(self) -> StepResult:
         """Finish a step whose chunks were run by hand. Raises like `step`, and UserError where one was left out."""
         if left := self.executor.left:
-            self._lane.refuse(UserError(f"the step ended before rank {self.rank} ran {', '.join(left)}"))
+            self._lane.refuse(UserError(f"the step ended before {self.placement.name} ran {', '.join(left)}"))
             self._give_up()
         return self.end_step()
 
@@ -321,7 +322,7 @@ class Run:
             raise UserError("this pipeline can't be captured in eval mode: make it with stagekit.pipeline")
         source = self.source.evaluation()
         spec, plan = source.spec, self.plan
-        placement = Placement(spec, plan.stage_ranks, self.rank, plan.num_chunks)
+        placement = dataclasses.replace(self.placement, spec=spec)
         edges = {edge.value: edge for edge in spec.edges}
         runners, self._whole_copies = {}, []
         for stage, runner in self._runners.items():

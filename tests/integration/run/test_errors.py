@@ -15,8 +15,18 @@ from stagekit.run.shm.setup import VARIABLE
 from stagekit.testing import spawn
 
 ROWS, CHUNKS = 12, 4
-TRANSPORTS = ("gloo", "shm")  # the rest below runs over the last
-SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)]
+STAGES_PER_RANK = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-v": 2}
+PRODUCT = [
+    (name, failing, over) for over in ("gloo", "shm") for name in STAGES_PER_RANK for failing in ("index", "target")
+]
+CASES = [  # each schedule, each failure and each transport, with what another one might hide
+    ("1f1b", "index", "gloo"),
+    ("zb-v", "target", "gloo"),
+    ("1f1b", "target", "shm"),
+    ("gpipe", "index", "shm"),
+    ("zb-h1", "target", "shm"),
+    ("zb-v", "index", "shm"),
+]
 
 
 class Looks(nn.Module):
@@ -85,7 +95,7 @@ def fails_twice(rank, schedule, stages_per_rank, failing, replicas=1):
         run, errors, losses = run_of(schedule, stages_per_rank, replicas), [], []
         for step in range(4):
             x, index, target = batch(step + 10 * run.replica)
-            if is_bad and step in (1, 2) and run.replica == 0:
+            if is_bad and step in (1, 2) and run.replica == replicas - 1:
                 if failing == "index":
                     index[7] = 99
                 elif failing == "target":
@@ -116,14 +126,17 @@ def is_given_a_short_target(rank, owner):
         return type(error).__name__, str(error), all(torch.equal(before[name], state[name]) for name in state)
 
 
+def all_fail_twice(rank, cases):
+    found = {}
+    for schedule, failing, transport in cases:
+        os.environ[VARIABLE] = transport
+        found[schedule, failing, transport] = fails_twice(rank, schedule, STAGES_PER_RANK[schedule], failing)
+    return found
+
+
 def everything(rank):
     """All that two ranks show, in one pair of processes."""
-    found = {}
-    for transport in TRANSPORTS:
-        os.environ[VARIABLE] = transport
-        for schedule, stages_per_rank in SCHEDULES:
-            for failing in ("index", "target"):
-                found[schedule, failing, transport] = fails_twice(rank, schedule, stages_per_rank, failing)
+    found = all_fail_twice(rank, CASES)
     found["short"] = [is_given_a_short_target(rank, owner) for owner in (0, 1)]
     return found | {"slow": fails_while_another_computes(rank), "refused": refuses_its_batch(rank)}
 
@@ -133,11 +146,19 @@ def two():
     return spawn(everything, 2, timeout_s=300)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("failing", ["index", "target"])
-@pytest.mark.parametrize("schedule", [schedule for schedule, _ in SCHEDULES])
-def test_an_error_reaches_every_rank_and_leaves_no_trace(two, schedule, failing, transport):
-    ranks = [found[schedule, failing, transport] for found in two]
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_an_error_reaches_every_rank_and_leaves_no_trace(two, case):
+    assert_reached([found[case] for found in two], case[1])
+
+
+@pytest.mark.soak
+def test_an_error_reaches_every_rank_under_every_schedule_over_every_transport():
+    two = spawn(all_fail_twice, 2, PRODUCT, timeout_s=300)
+    for case in PRODUCT:
+        assert_reached([found[case] for found in two], case[1])
+
+
+def assert_reached(ranks, failing):
     for (errors, losses, state), (_, clean_losses, clean_state) in ranks:
         assert len(errors) == 2
         assert losses[0] == clean_losses[0]
@@ -156,6 +177,9 @@ def test_an_error_reaches_every_rank_and_leaves_no_trace(two, schedule, failing,
 
 def test_an_error_in_one_replica_reaches_all():
     ranks = spawn(fails_twice, 4, "1f1b", 1, "index", 2)
+    (failing, other) = (ranks[number][0][0][0] for number in (3, 0))
+    assert failing[0] == "StageError" and other[:3] == ("RemoteError", *failing[1:3])
+    assert failing[1].startswith("rank 3 (replica 1), stage 1, chunk 2, F: IndexError") and "(inputs: " in failing[1]
     kinds = [[kind for kind, *_ in errors] for (errors, *_), _ in ranks]
     assert sorted(map(tuple, kinds)) == [("RemoteError",) * 2] * 3 + [("StageError",) * 2]
 
