@@ -73,6 +73,8 @@ def node_flags(node: cluster_pb2.Node) -> str:
         if flag.who:
             why = f": {flag.why}" if flag.why else ""
             flags.append(f"{name} by {flag.who} {age(flag.at)} ago{why}")
+    if node.HasField("quarantine"):
+        flags.append(f"in quarantine since {age(node.quarantine.at)}: {node.quarantine.why}")
     if node.HasField("drain"):
         flags.append("empty" if not node.attempts else f"waits for {', '.join(each.name for each in node.attempts)}")
     return safe("; ".join(flags) or "open")

@@ -300,6 +300,7 @@ def node_to_proto(node: Node, held: Iterable[tuple[Attempt, str]], *, lease_age_
         slots=[slot_to_proto(each) for each in node.slots],
         lease_age_s=lease_age_s,
         labels=dict(node.labels),
+        strikes=len(node.strikes),
     )
     for attempt, name in held:
         num_slots = sum(each.node_id == node.node_id for each in attempt.placement)
@@ -308,6 +309,9 @@ def node_to_proto(node: Node, held: Iterable[tuple[Attempt, str]], *, lease_age_
         message.slots_used += num_slots
     if (cordon := node.cordon) is not None:
         message.cordon.CopyFrom(cluster_pb2.Cordon(who=cordon.who, why=cordon.why, at=timestamp(cordon.at_s)))
+    if (away := node.quarantine) is not None:
+        at, until = timestamp(away.at_s), timestamp(away.at_s + away.for_s)
+        message.quarantine.CopyFrom(cluster_pb2.Quarantine(why=away.why, at=at, until=until))
     if (drain := node.drain) is not None:
         at, deadline = timestamp(drain.at_s), timestamp(drain.at_s + drain.within_s)
         message.drain.CopyFrom(cluster_pb2.Drain(who=drain.who, why=drain.why, at=at, deadline=deadline))

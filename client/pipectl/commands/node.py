@@ -33,7 +33,7 @@ def cordon(coordinator: str | None, node: str, why: str) -> None:
 @click.argument("node")
 @click.pass_obj
 def uncordon(coordinator: str | None, node: str) -> None:
-    """Open NODE to new work again; a drain ends, what it stopped stays stopped."""
+    """Open NODE to new work again: ends a cordon, a drain (what it stopped stays stopped), a quarantine."""
     api = Coordinator(coordinator_address(coordinator))
     _told(api.call(api.cluster.UncordonNode, cluster_pb2.UncordonNodeRequest(node=node, who=whoami())).node)
 

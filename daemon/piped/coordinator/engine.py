@@ -16,13 +16,13 @@ import structlog
 
 from piped.core import effects as fx
 from piped.core import machine
-from piped.core.events import DrainDeadlinePassed, Event, PlacementDue, StartDeadlinePassed
+from piped.core.events import DrainDeadlinePassed, Event, PlacementDue, QuarantineEnded, StartDeadlinePassed
 from piped.core.model import Record, State
 from piped.errors import BugError, PipedError, UnavailableError
 
 MAX_BATCH = 256
 _DEADLINE_RETRY_S = 1.0
-Deadline = StartDeadlinePassed | DrainDeadlinePassed
+Deadline = StartDeadlinePassed | DrainDeadlinePassed | QuarantineEnded
 log = structlog.get_logger("coordinator")
 
 
@@ -169,6 +169,8 @@ class Engine:
                     self._arm(StartDeadlinePassed(fence), after_s)
                 case fx.ArmDrainDeadline(node_id, after_s):
                     self._arm(DrainDeadlinePassed(node_id), after_s)
+                case fx.ArmQuarantineEnd(node_id, after_s):
+                    self._arm(QuarantineEnded(node_id), after_s)
                 case fx.SendDesired(node_id) if self.links is not None:
                     self.links.send_desired(node_id)
                 case fx.CloseSession(node_id, reason) if self.links is not None:

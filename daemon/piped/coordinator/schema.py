@@ -23,6 +23,7 @@ from piped.core.model import (
     JobState,
     Node,
     NodeState,
+    Quarantine,
     RankPlacement,
     Slot,
     Worker,
@@ -30,7 +31,7 @@ from piped.core.model import (
     WorkerState,
 )
 
-VERSION = 4
+VERSION = 5
 
 # Of version 1; a new store is brought up by MIGRATIONS like an old one.
 TABLES = """
@@ -84,6 +85,10 @@ CREATE UNIQUE INDEX one_live_attempt_per_job ON attempts (job_id)
 """,
     3: "ALTER TABLE jobs ADD COLUMN earmark TEXT NOT NULL DEFAULT '[]'",
     4: "ALTER TABLE nodes ADD COLUMN labels TEXT NOT NULL DEFAULT '{}'",
+    5: """
+ALTER TABLE nodes ADD COLUMN strikes TEXT NOT NULL DEFAULT '[]';
+ALTER TABLE nodes ADD COLUMN quarantine TEXT
+""",
 }
 
 Row = dict[str, Any]
@@ -93,6 +98,7 @@ def node_row(node: Node) -> Row:
     row = {name: getattr(node, name) for name in ("node_id", "node_name", "host_key", "incarnation", "version")}
     row |= {"data_address": node.data_address, "metrics_address": node.metrics_address, "state": node.state.value}
     row["labels"] = json.dumps(dict(node.labels))
+    row |= {"strikes": json.dumps(node.strikes), "quarantine": _json(node.quarantine)}
     row |= {"cordon": _json(node.cordon), "drain": _json(node.drain)}
     return row | {"slots": json.dumps([asdict(each) for each in node.slots])}
 
@@ -102,6 +108,8 @@ def node_from(row: Row) -> Node:
     row |= {"state": NodeState(row["state"]), "slots": slots, "labels": tuple(json.loads(row["labels"]).items())}
     row["cordon"] = Cordon(**json.loads(row["cordon"])) if row["cordon"] else None
     row["drain"] = Drain(**json.loads(row["drain"])) if row["drain"] else None
+    row["strikes"] = tuple(json.loads(row["strikes"]))
+    row["quarantine"] = Quarantine(**json.loads(row["quarantine"])) if row["quarantine"] else None
     return Node(**row)
 
 
@@ -189,7 +197,7 @@ def worker_from(row: Row) -> Worker:
     )
 
 
-def _json(value: Cordon | Drain | Failure | None) -> str | None:
+def _json(value: Cordon | Drain | Quarantine | Failure | None) -> str | None:
     return json.dumps(asdict(value)) if value else None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piped.core import events, jobs, root_cause
+from piped.core import events, jobs, quarantine, root_cause
 from piped.core.draft import Draft
 from piped.core.effects import ArmStartDeadline, SendDesired
 from piped.core.model import (
@@ -101,6 +101,7 @@ def prepared(draft: Draft, event: events.AttemptPrepared) -> str:
         return "prepared; others are not yet"
     attempt = move(move(attempt, _A.PREPARED), _A.COMMITTED)
     draft.put_attempt(attempt)
+    quarantine.clear(draft, attempt.node_ids)
     draft.record("job_committed", "every node is prepared; workers may start", job_id=attempt.job_id)
     draft.add_effect(ArmStartDeadline(attempt.fence, draft.jobs[attempt.job_id].spec.start_timeout_s))
     draft.send_desired(attempt)
@@ -112,6 +113,8 @@ def refused(draft: Draft, event: events.PrepareRefused) -> str:
     if attempt is None or attempt.state not in (_A.PREPARING, _A.COMMITTED):
         return IGNORED  # COMMITTED: it lost its preparation since, or its workers can't be told what to do
     reason = f"node {draft.nodes[event.node_id].node_name} could not prepare: {event.message}"
+    if attempt.state is _A.PREPARING:
+        quarantine.strike(draft, event.node_id, attempt.job_id, event.message)
     _stop(draft, attempt, _A.ABORTED, reason, grace_s=0.0)
     return reason
 
@@ -122,8 +125,10 @@ def start_deadline_passed(draft: Draft, event: events.StartDeadlinePassed) -> st
         return "the attempt is past its start"
     within = f"within {draft.jobs[attempt.job_id].spec.start_timeout_s} s (recovery.start_timeout)"
     if attempt.state is _A.PREPARING:
-        late = {each.node_name for each in attempt.placement if each.node_id not in attempt.prepared_nodes}
-        reason = f"not prepared {within}: {', '.join(sorted(late))}"
+        late = [node_id for node_id in attempt.node_ids if node_id not in attempt.prepared_nodes]
+        for node_id in late:
+            quarantine.strike(draft, node_id, attempt.job_id, f"not prepared {within}")
+        reason = f"not prepared {within}: {', '.join(sorted(draft.nodes[each].node_name for each in late))}"
         _stop(draft, attempt, _A.ABORTED, reason, grace_s=0.0)
         return reason
     reason = f"{root_cause.START_TIMEOUT}: not every rank joined {within}"

@@ -43,6 +43,14 @@ class ArmDrainDeadline:
 
 
 @dataclass(frozen=True, slots=True)
+class ArmQuarantineEnd:
+    """Post QuarantineEnded for the node after so many seconds; replaces an earlier one of the node."""
+
+    node_id: str
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class NotifyWatchers:
     """Tell those who watch the job that it changed."""
 
@@ -61,7 +69,16 @@ class PlaceQueued:
     """Apply PlacementDue before the commit; one pass serves all events of a transaction."""
 
 
-Effect = WriteRecord | PlaceQueued | SendDesired | CloseSession | ArmStartDeadline | ArmDrainDeadline | NotifyWatchers
+Effect = (
+    WriteRecord
+    | PlaceQueued
+    | SendDesired
+    | CloseSession
+    | ArmStartDeadline
+    | ArmDrainDeadline
+    | ArmQuarantineEnd
+    | NotifyWatchers
+)
 
 _STARTING = (AttemptState.RESERVED, AttemptState.PREPARING, AttemptState.PREPARED, AttemptState.COMMITTED)
 
@@ -69,7 +86,9 @@ _STARTING = (AttemptState.RESERVED, AttemptState.PREPARING, AttemptState.PREPARE
 def pending(state: State, now_s: float) -> tuple[Effect, ...]:
     """Return the effects that a coordinator which just loaded `state` must perform."""
     starting = [each for each in state.attempts.values() if each.state in _STARTING]
+    nodes = state.nodes.values()
     return (
         *(ArmStartDeadline(each.fence, state.jobs[each.job_id].spec.start_timeout_s) for each in starting),
-        *(ArmDrainDeadline(each.node_id, each.drain.left_s(now_s)) for each in state.nodes.values() if each.drain),
+        *(ArmDrainDeadline(each.node_id, each.drain.left_s(now_s)) for each in nodes if each.drain),
+        *(ArmQuarantineEnd(each.node_id, each.quarantine.left_s(now_s)) for each in nodes if each.quarantine),
     )

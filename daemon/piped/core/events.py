@@ -81,6 +81,11 @@ class DrainDeadlinePassed:
 
 
 @dataclass(frozen=True, slots=True)
+class QuarantineEnded:
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ArtifactStored:
     sha256: str
     size_bytes: int
@@ -242,6 +247,7 @@ Event = (
     | DrainRequested
     | DrainDeadlinePassed
     | ForgetRequested
+    | QuarantineEnded
     | ArtifactStored
     | NodeRegistered
     | NodeDisconnected

@@ -25,11 +25,11 @@ def cordon(draft: Draft, event: events.CordonRequested) -> str:
 
 
 def uncordon(draft: Draft, event: events.UncordonRequested) -> str:
-    """Open the node to new work again: ends its cordon and its drain. What was stopped already stays stopped."""
+    """Open the node to new work again: ends cordon, drain and quarantine. What was stopped already stays stopped."""
     node = _node(draft, event.node_id)
     if not node.closed_because:
         return "it is open already"
-    draft.put_node(replace(node, cordon=None, drain=None))
+    draft.put_node(replace(node, cordon=None, drain=None, quarantine=None, strikes=()))
     draft.record("node_uncordoned", _told(event.who, f"was {node.closed_because}"), node_name=node.node_name)
     draft.place_queued()
     return "open"

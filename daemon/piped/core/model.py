@@ -120,6 +120,19 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantine:
+    """No new work for `for_s`, since the node could not prepare what it was given."""
+
+    why: str
+    at_s: float
+    for_s: float
+
+    def left_s(self, now_s: float) -> float:
+        """Return the seconds to its end; a clock that was set can't make it longer than `for_s`."""
+        return min(self.for_s, max(0.0, self.at_s + self.for_s - now_s))
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """A registered machine; `incarnation` counts its registrations after a lost lease."""
 
@@ -136,6 +149,8 @@ class Node:
     cordon: Cordon | None = None
     drain: Drain | None = None
     labels: tuple[tuple[str, str], ...] = ()
+    strikes: tuple[str, ...] = ()  # jobs that it could not prepare since it last could prepare one
+    quarantine: Quarantine | None = None
 
     @property
     def is_gone(self) -> bool:
@@ -147,7 +162,9 @@ class Node:
         """Return why it takes no new work; empty: it does."""
         if self.drain is not None:
             return f"drained by {self.drain.who}{_because(self.drain.why)}"
-        return f"cordoned by {self.cordon.who}{_because(self.cordon.why)}" if self.cordon is not None else ""
+        if self.cordon is not None:
+            return f"cordoned by {self.cordon.who}{_because(self.cordon.why)}"
+        return f"in quarantine: {self.quarantine.why}" if self.quarantine is not None else ""
 
 
 @dataclass(frozen=True, slots=True)

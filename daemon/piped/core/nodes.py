@@ -60,6 +60,8 @@ def register(draft: Draft, event: events.NodeRegistered) -> str:
         labels=event.labels,
         cordon=known.cordon if known is not None else None,
         drain=known.drain if known is not None else None,
+        strikes=known.strikes if known is not None else (),
+        quarantine=known.quarantine if known is not None else None,
     )
     draft.put_node(node)
     draft.record(

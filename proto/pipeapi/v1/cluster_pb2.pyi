@@ -34,7 +34,7 @@ class Slot(_message.Message):
     def __init__(self, index: _Optional[int] = ..., device: _Optional[str] = ..., uuid: _Optional[str] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node_id", "node_name", "state", "incarnation", "version", "data_address", "metrics_address", "slots", "slots_used", "lease_age_s", "cordon", "drain", "attempts", "labels")
+    __slots__ = ("node_id", "node_name", "state", "incarnation", "version", "data_address", "metrics_address", "slots", "slots_used", "lease_age_s", "cordon", "drain", "attempts", "labels", "quarantine", "strikes")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,8 @@ class Node(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    STRIKES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     node_name: str
     state: NodeState
@@ -70,7 +72,9 @@ class Node(_message.Message):
     drain: Drain
     attempts: _containers.RepeatedCompositeFieldContainer[NodeAttempt]
     labels: _containers.ScalarMap[str, str]
-    def __init__(self, node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., slots_used: _Optional[int] = ..., lease_age_s: _Optional[float] = ..., cordon: _Optional[_Union[Cordon, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[NodeAttempt, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    quarantine: Quarantine
+    strikes: int
+    def __init__(self, node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., slots_used: _Optional[int] = ..., lease_age_s: _Optional[float] = ..., cordon: _Optional[_Union[Cordon, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[NodeAttempt, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ..., strikes: _Optional[int] = ...) -> None: ...
 
 class Cordon(_message.Message):
     __slots__ = ("who", "why", "at")
@@ -93,6 +97,16 @@ class Drain(_message.Message):
     at: _timestamp_pb2.Timestamp
     deadline: _timestamp_pb2.Timestamp
     def __init__(self, who: _Optional[str] = ..., why: _Optional[str] = ..., at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class Quarantine(_message.Message):
+    __slots__ = ("why", "at", "until")
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    why: str
+    at: _timestamp_pb2.Timestamp
+    until: _timestamp_pb2.Timestamp
+    def __init__(self, why: _Optional[str] = ..., at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., until: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class NodeAttempt(_message.Message):
     __slots__ = ("fence", "job_id", "name", "state", "slots")

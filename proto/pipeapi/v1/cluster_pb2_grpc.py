@@ -76,7 +76,7 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CordonNode(self, request, context):
-        """CordonNode keeps new work from a node; UncordonNode ends that and a drain. A node is named by its name or id.
+        """CordonNode keeps new work from a node; UncordonNode ends that, a drain and a quarantine. A node is named by its name or id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,6 +42,7 @@ def story():
         events.WorkerExited("n1", 1, 1, None, 9, True, "tail", 13),
         events.AttemptEmptied("n1", 1),
         registration("n2", 1),
+        events.PrepareRefused("n1", 1, "late"),
         events.CordonRequested("n2", "ann", "why"),
         events.DrainRequested("n2", "ann", "why", 60.0),
         submission("j2", name="second", node_selector=(("gpu", "h100"),)),
@@ -140,7 +141,7 @@ def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
 
     async def scenario():
         store = Store(tmp_path)
-        with pytest.raises(NodeError, match="schema 99, this program knows 4"):
+        with pytest.raises(NodeError, match="schema 99, this program knows 5"):
             await store.open(5.0)
         await store.close()
 

@@ -103,13 +103,14 @@ class AnyOrder(RuleBasedStateMachine):
     def leave(self, node: str, number: int, is_lost: bool) -> None:
         self.feed(events.LeaseExpired(node, number) if is_lost else events.NodeDisconnected(node, number))
 
-    @rule(node=NODES, within_s=st.sampled_from([0.0, 60.0]), verb=st.sampled_from("cudpf"))
+    @rule(node=NODES, within_s=st.sampled_from([0.0, 60.0]), verb=st.sampled_from("cudpfq"))
     def operate(self, node: str, within_s: float, verb: str) -> None:
         asked: dict[str, events.Event] = {
             "c": events.CordonRequested(node, "ann", ""),
             "u": events.UncordonRequested(node, "ann"),
             "d": events.DrainRequested(node, "ann", "", within_s),
             "p": events.DrainDeadlinePassed(node),
+            "q": events.QuarantineEnded(node),
             "f": events.ForgetRequested(node, "ann", ""),
         }
         self.feed(asked[verb])
