@@ -163,13 +163,15 @@ class ChainSource:
 
 
 class _ChainStage(nn.Module):
+    draws = False  # a chain's modules must not
+
     def __init__(self, index: int, module: nn.Module) -> None:
         super().__init__()
         self._name = str(index)
         self.add_module(self._name, module)
 
     def set_seed_base(self, base: int) -> None:
-        """A chain has no random operations of its own."""
+        """Nothing in it draws."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return (self._modules[self._name](x),)  # type: ignore[misc]

@@ -17,7 +17,7 @@ from stagekit.plan.actions import Op
 from stagekit.run.compute import bind_backward, bind_forward, bind_weights, completes
 from stagekit.run.drained import drained_backward, drained_forward, drained_weights
 from stagekit.run.flight import Wiring
-from stagekit.run.transfers import bind_receive, bind_send_backward, bind_send_forward
+from stagekit.run.transfers import bind_receive, bind_send
 
 
 def bind(wiring: Wiring, index: int) -> Callable[[], None]:
@@ -37,10 +37,8 @@ def bind(wiring: Wiring, index: int) -> Callable[[], None]:
             return lambda: wiring.reductions.tie_sum(chunk)
     assert peer is not None
     match action.op:
-        case Op.SEND_F:
-            return bind_send_forward(wiring, index, stage, chunk, peer)
-        case Op.SEND_B:
-            return bind_send_backward(wiring, index, stage, chunk, peer)
+        case Op.SEND_F | Op.SEND_B:
+            return bind_send(wiring, index, action.op, stage, chunk, peer)
         case Op.RECV_F | Op.RECV_B:
             return bind_receive(wiring, index, action.op, stage, chunk, peer)
         case Op.SEND_X:

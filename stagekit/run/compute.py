@@ -64,6 +64,7 @@ def bind_forward(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable
         if wiring.is_here(target)
     ]
     is_sent = bool(wiring.transfers(Op.SEND_F, stage, chunk))
+    is_seeded = runner.draws or loss is not None
     released = wiring.held(stage, chunk) if wiring.gradient_maker(stage, chunk) is None else ()
 
     def forward() -> None:
@@ -74,7 +75,7 @@ def bind_forward(wiring: Wiring, index: int, stage: int, chunk: int) -> Callable
         begun = monotonic_ns()
         recorder.wait_ns[index] = begun - recorder.start_ns[index]
         recorder.start_ns[index] = begun
-        base = chunk_base(step.seed, step.number, chunk, step.replica)
+        base = chunk_base(step.seed, step.number, chunk, step.replica) if is_seeded else 0
         outputs = runner.forward(chunk, arguments, base, step.train)
         if loss is not None:
             loss.forward(chunk, outputs, base, step.train)
@@ -155,7 +156,7 @@ def bind_backward(wiring: Wiring, index: int, op: Op, stage: int, chunk: int) ->
         if arms:
             reductions.launch_rest(stage)
         if is_sent:
-            flight.returned[index] = returned
+            flight.made[index] = returned
         if deliver is not None:
             deliver(returned)
         for receive in held:

@@ -90,8 +90,7 @@ class Flight:
         """Forget everything under way."""
         self.received: list[Received] = [()] * self._num_actions  # by RECV, until the chunk is done with it
         self.sent: list[Sent] = [()] * self._num_actions  # by SEND, until reaped
-        self.made: list[tuple[Tensor, ...]] = [()] * self._num_actions  # by F: outputs, until sent
-        self.returned: list[Sequence[Any]] = [()] * self._num_actions  # by B: gradients of its inputs, until sent
+        self.made: list[Sequence[Any]] = [()] * self._num_actions  # outputs by F, gradients by B, until sent
         self.values: dict[tuple[str, int, int], Tensor] = {}  # (value, target stage, chunk) between stages of this rank
         self.gradients: dict[tuple[int, int], list[Tensor | None]] = {}  # (source stage, chunk), likewise
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from stagekit.run.layout import MAX_INPUTS, TAG_INPUTS
 from stagekit.run.transport import Transport, Work, lost, settle, wire_view
 
 Shape = tuple[tuple[int, ...], torch.dtype]
+W = TypeVar("W", Work, Work | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class InputExchange:
         self._target: list[Any] = []
         self.parts: list[tuple[Any, ...] | None] = [None] * len(spec.inputs)  # of this step, by graph input
         self._pending: dict[tuple[str, int], tuple[Work, int]] = {}
-        self._sent: list[tuple[Work, Tensor, int]] = []
+        self._sent: list[tuple[Work | None, Tensor, int]] = []
 
     def begin(
         self, leaves: Sequence[Any], target: Sequence[Any], shapes: Sequence[Shape], target_shapes: Sequence[Shape]
@@ -100,7 +101,7 @@ class InputExchange:
             )
 
     @staticmethod
-    def _post(post: Callable[[list[Tensor], int, int], Work], tensor: Tensor, peer: int, tag: int) -> Work:
+    def _post(post: Callable[[list[Tensor], int, int], W], tensor: Tensor, peer: int, tag: int) -> W:
         try:
             return post([tensor], peer, tag)
         except RuntimeError as error:

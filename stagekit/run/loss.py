@@ -115,8 +115,8 @@ class LossRunner:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ShapeError(f"the loss function returned {got}; it must return a scalar, the mean over the chunk")
         if train:
-            if self.weights[chunk]:
-                _check_trains(loss)
+            if self.weights[chunk] and not (loss.requires_grad and loss.dtype.is_floating_point):
+                raise _trains_nothing(loss)
             self._roots[chunk] = loss
         self._losses[chunk] = loss.detach()
 
@@ -161,12 +161,11 @@ def output_weights(loss: LossRunner | None, sizes: Sequence[int]) -> list[float]
     return [float(size) for size in sizes] if loss is None or loss.adds else loss.weights
 
 
-def _check_trains(loss: Tensor) -> None:
-    """Refuse what plain torch refuses in backward: a loss that nothing could be learned from."""
-    if not loss.is_floating_point():
-        raise UserError(f"the loss is a {loss.dtype} tensor; a loss to train with is a real floating-point number")
-    if not loss.requires_grad:
-        raise UserError(
-            "the loss does not depend on anything that trains: the model or the loss function detaches it, or every "
-            "parameter is frozen"
-        )
+def _trains_nothing(loss: Tensor) -> UserError:
+    """Return the refusal of what plain torch refuses in backward: a loss that nothing could be learned from."""
+    if not loss.dtype.is_floating_point:
+        return UserError(f"the loss is a {loss.dtype} tensor; a loss to train with is a real floating-point number")
+    return UserError(
+        "the loss does not depend on anything that trains: the model or the loss function detaches it, or every "
+        "parameter is frozen"
+    )

@@ -60,6 +60,7 @@ class Run:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.source, self.plan, self.device = source, plan, device
+        self._trains = plan.trains  # asked once: it goes through the lists
         self.options = options
         world = dist.get_world_size(group) if dist.is_initialized() else 1
         check_counts(len(plan.stage_ranks), plan.stages_per_rank, plan.replicas, world)
@@ -93,7 +94,7 @@ class Run:
         self._written = [state for runner in self._runners.values() for state in written_states(runner.module)]
         self._states: list[tuple[Tensor, Tensor]] = []  # those, as the step found them
         self._hooks: list[ActionHook] = []
-        course = Course(source, self.placement, plan.fingerprint, self._lists, train=plan.trains)
+        course = Course(source, self.placement, plan.fingerprint, self._lists, train=self._trains)
         self._alarm = self.groups.alarm()
         self._openings = Openings(self.groups, plan.num_ranks)
         self._lane = Lane(course, options, self._runners, self.groups, device, self._sums, self._alarm, self._openings)
@@ -118,7 +119,7 @@ class Run:
         words and traceback: gradients and buffers are then as before, and the next step can run. PeerError for a lost
         neighbour.
         """
-        with nullcontext() if self.plan.trains else torch.inference_mode(False):
+        with nullcontext() if self._trains else torch.inference_mode(False):
             self.begin_step(*args, target=target, **kwargs)
             with self._undone_on_error():
                 self.executor.run_list()
@@ -249,7 +250,7 @@ class Run:
 
         Raises UserError before the first step, and like `step`.
         """
-        if self.plan.trains:
+        if self._trains:
             raise UserError("a replica without a batch can't train: its gradients would be missing")
         opening = self._open(Call.PASS_STEP, self._lane)
         if opening.is_first:
@@ -284,7 +285,7 @@ class Run:
         kept, no gradient and no random state changes; buffers change only as the model itself changes them in eval
         mode. The first call captures the model in that mode. Raises CaptureError, SplitError; and like `step`.
         """
-        if not self.plan.trains:
+        if not self._trains:
             with self._same_random_state():
                 return self.step(*args, target=target, **kwargs)
         opening = self._open(Call.EVAL, self._evaluation)
@@ -347,13 +348,13 @@ class Run:
     def _synchronise_norms(self) -> None:
         """Have the replicas of stages with SyncBatchNorm meet from now on; on a group of all such stages of a rank."""
         channels = {stage: synced_channels(runner.module) for stage, runner in self._runners.items()}
-        group = self.groups.more_replicas(any(channels.values())) if self.plan.trains else None
+        group = self.groups.more_replicas(any(channels.values())) if self._trains else None
         for stage, runner in self._runners.items():
             if isinstance(runner, SyncedStageRunner) and group is not None:
                 runner.synchronise(Meetings(channels[stage], group, self.device, stage))
 
     def _gradient_sums(self) -> GradientSums:
-        if not self.plan.trains:
+        if not self._trains:
             return GradientSums({}, {}, [])
         parameters = {stage: dict(runner.module.named_parameters()) for stage, runner in self._runners.items()}
         reducers: dict[int, Reducer] = {}

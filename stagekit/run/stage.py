@@ -132,6 +132,7 @@ class StageRunner:
         self.spec, self.module = spec, module
         self._call = cast(Callable[..., tuple[Tensor, ...]], call or module)
         self._set_seed_base = cast(StageModule, module).set_seed_base
+        self.draws: bool = getattr(module, "draws", True)  # whether its forward needs a seed base
         self._leaf_positions = tuple(
             position
             for position, ref in enumerate(spec.inputs)
@@ -153,7 +154,8 @@ class StageRunner:
         if train:
             for position in self._leaf_positions:
                 arguments[position] = arguments[position].detach().requires_grad_()
-        self._set_seed_base(seed_base)
+        if self.draws:
+            self._set_seed_base(seed_base)
         if not train:
             return self._call(*arguments)
         if self._recompute:
@@ -304,7 +306,8 @@ class StageRunner:
         with torch.no_grad():
             for state, value in zip(reread_states(self.module), found, strict=True):
                 state.copy_(value)
-        self._set_seed_base(seed_base)
+        if self.draws:
+            self._set_seed_base(seed_base)
         with torch.enable_grad():
             outputs = self._call(*arguments)
         return outputs, () if self._take_deferred is None else self._take_deferred()

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from stagekit.plan.actions import Op
 from stagekit.plan.contract import ValueRef
 from stagekit.plan.verify import SEND_CREDITS
 from stagekit.run.flight import Received, Wiring
-from stagekit.run.transport import lost, on_wire
+from stagekit.run.transport import lost, on_wire, towards
 
 
 def bind_receive(wiring: Wiring, index: int, op: Op, stage: int, chunk: int, peer: int) -> Callable[[], None]:
@@ -29,7 +28,7 @@ def bind_receive(wiring: Wiring, index: int, op: Op, stage: int, chunk: int, pee
     ]
     counter = (stage, "recv_backward" if gradients else "recv_forward")
     peer_rank = placement.stage_ranks[peer]
-    take, recv = wiring.pool.take, wiring.transport.recv
+    take, recv = wiring.pool.take, towards(wiring.transport, peer_rank).recv
 
     def receive() -> None:
         layouts = flight.shapes[chunk].edges
@@ -46,78 +45,52 @@ def bind_receive(wiring: Wiring, index: int, op: Op, stage: int, chunk: int, pee
     return receive
 
 
-def bind_send_forward(wiring: Wiring, index: int, stage: int, chunk: int, peer: int) -> Callable[[], None]:
-    """Return SEND_F: the outputs that stage `peer` reads."""
-    placement, flight, outputs = wiring.placement, wiring.flight, wiring.runners[stage].spec.outputs
+def bind_send(wiring: Wiring, index: int, op: Op, stage: int, chunk: int, peer: int) -> Callable[[], None]:
+    """Return SEND_F, the outputs that stage `peer` reads, or SEND_B, the gradients of what it made.
+
+    Once a channel's credits are used up, it waits for the channel's oldest send.
+    """
+    placement, flight, counted, spec = wiring.placement, wiring.flight, wiring.bytes, wiring.runners[stage].spec
+    is_back = op is Op.SEND_B
+    source, target = (peer, stage) if is_back else (stage, peer)
+    names = [ref.value if isinstance(ref, ValueRef) else None for ref in spec.inputs] if is_back else spec.outputs
     values = [
-        (outputs.index(edge.value), edge.value, placement.tag(stage, peer, chunk, number, gradients=False))
-        for number, edge in enumerate(placement.edges_between(stage, peer))
+        (names.index(edge.value), edge.value, placement.tag(source, target, chunk, number, gradients=is_back))
+        for number, edge in enumerate(placement.edges_between(source, target, gradients=is_back))
     ]
-    maker = wiring.find(Op.F, stage, chunk)
+    maker = wiring.gradient_maker(stage, chunk) if is_back else wiring.find(Op.F, stage, chunk)
     assert maker is not None
-    frees = index == max(i for i, _ in wiring.transfers(Op.SEND_F, stage, chunk))
-    post = _bind_post(wiring, index, chunk, "send_forward")
+    frees = index == max(i for i, _ in wiring.transfers(op, stage, chunk))
+    counter = (stage, "send_backward" if is_back else "send_forward")
+    peer_rank, device = placement.stage_ranks[peer], wiring.inputs.device
+    post = towards(wiring.transport, peer_rank).send
+    flight.peers[index] = peer_rank
+    oldest = _oldest_unsettled(wiring, index)
 
     def send() -> None:
-        made = flight.made[maker]
+        made, shapes = flight.made[maker], flight.shapes[chunk]
         for position, value, tag in values:
-            post(made[position], value, tag)
+            wire = made[position]
+            if wire is None:
+                shape, _, dtype = shapes.edges[value]
+                wire = torch.zeros(shape, dtype=dtype, device=device)
+            if value not in shapes.contiguous or not wire.is_contiguous():
+                wire = on_wire(wire, shapes.edges[value][1])
+            try:
+                work = post([wire], peer_rank, tag)
+                if work is not None:
+                    flight.sent[index] += ((work, wire),)
+                counted[counter] += wire.nbytes
+                if oldest is not None:
+                    for work, _ in flight.sent[oldest]:
+                        work.wait()
+                    flight.sent[oldest] = ()
+            except RuntimeError as error:
+                raise lost(peer_rank, error) from error
         if frees:
             flight.made[maker] = ()
 
     return send
-
-
-def bind_send_backward(wiring: Wiring, index: int, stage: int, chunk: int, peer: int) -> Callable[[], None]:
-    """Return SEND_B: the gradients of what stage `peer` made."""
-    placement, flight, refs = wiring.placement, wiring.flight, wiring.runners[stage].spec.inputs
-    values = [
-        (refs.index(ValueRef(edge.value)), edge.value, placement.tag(peer, stage, chunk, number, gradients=True))
-        for number, edge in enumerate(placement.edges_between(peer, stage, gradients=True))
-    ]
-    maker = wiring.gradient_maker(stage, chunk)
-    assert maker is not None
-    frees = index == max(i for i, _ in wiring.transfers(Op.SEND_B, stage, chunk))
-    post, device = _bind_post(wiring, index, chunk, "send_backward"), wiring.inputs.device
-
-    def send() -> None:
-        returned = flight.returned[maker]
-        for position, value, tag in values:
-            gradient = returned[position]
-            if gradient is None:
-                shape, _, dtype = flight.shapes[chunk].edges[value]
-                gradient = torch.zeros(shape, dtype=dtype, device=device)
-            post(gradient, value, tag)
-        if frees:
-            flight.returned[maker] = ()
-
-    return send
-
-
-def _bind_post(wiring: Wiring, index: int, chunk: int, direction: str) -> Callable[[Tensor, str, int], None]:
-    """Return what sends one value and, once the channel's credits are used up, waits for its oldest send."""
-    action, flight, counted = wiring.recorder.actions[index], wiring.flight, wiring.bytes
-    assert action.peer is not None
-    counter = (action.stage, direction)
-    peer_rank, send = wiring.placement.stage_ranks[action.peer], wiring.transport.send
-    flight.peers[index] = peer_rank
-    oldest = _oldest_unsettled(wiring, index)
-
-    def post(tensor: Tensor, value: str, tag: int) -> None:
-        shapes, wire = flight.shapes[chunk], tensor
-        if value not in shapes.contiguous or not tensor.is_contiguous():
-            wire = on_wire(tensor, shapes.edges[value][1])
-        try:
-            flight.sent[index] += ((send([wire], peer_rank, tag), wire),)
-            counted[counter] += wire.nbytes
-            if oldest is not None:
-                for work, _ in flight.sent[oldest]:
-                    work.wait()
-                flight.sent[oldest] = ()
-        except RuntimeError as error:
-            raise lost(peer_rank, error) from error
-
-    return post
 
 
 def _oldest_unsettled(wiring: Wiring, index: int) -> int | None:

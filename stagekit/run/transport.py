@@ -37,13 +37,19 @@ class Transport(Protocol):
     returned. Both calls return at once and raise RuntimeError where the connection is gone.
     """
 
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int, /) -> Work:
-        """Start sending the one dense tensor in `tensors` to that pipeline rank."""
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int, /) -> Work | None:
+        """Start sending the one dense tensor in `tensors` to that pipeline rank; None: it may be used again already."""
         ...
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int, /) -> Work:
         """Start receiving into the one tensor in `tensors`, whose size equals the message's."""
         ...
+
+
+def towards(transport: Transport, peer: int) -> Transport:
+    """Return what moves tensors to and from that one rank, called with it like `transport`, with fewer calls on the way."""
+    narrow = getattr(transport, "towards", None)
+    return transport if narrow is None else cast(Transport, narrow(peer))
 
 
 def gloo_transport(group: dist.ProcessGroup) -> Transport:
@@ -57,7 +63,11 @@ class MixedTransport:
     def __init__(self, by_peer: Mapping[int, Transport]) -> None:
         self._by_peer = by_peer
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
+    def towards(self, peer: int) -> Transport:
+        """Return what that peer is reached through."""
+        return towards(self._by_peer[peer], peer)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work | None:
         return self._by_peer[peer].send(tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
@@ -89,10 +99,10 @@ def lost(peer: int, error: RuntimeError) -> PeerError:
     return PeerError(f"transfer with pipeline rank {peer}: {error}", peer_rank=peer)
 
 
-def settle(work: Work, peer: int) -> None:
+def settle(work: Work | None, peer: int) -> None:
     """Block until the transfer ended, if nobody did yet. Raises PeerError if the other side is gone or silent."""
     try:
-        if not work.is_completed():
+        if work is not None and not work.is_completed():
             work.wait()
     except RuntimeError as error:
         raise lost(peer, error) from error

@@ -83,9 +83,9 @@ class Inbox:
         self._current: Received | None = None  # of which pieces are missing
         self.lost: str | None = None
 
-    def post(self, tensor: Tensor, tag: int) -> Received:
-        """Receive the next message of that tag into `tensor`."""
-        received = Received()
+    def post(self, tensors: list[Tensor], peer: int, tag: int, /) -> Received:
+        """Receive the next message of that tag into the one tensor; `peer` is this inbox's, see Transport.recv."""
+        (tensor,), received = tensors, Received()
         received.inbox, received.tensor = self, tensor
         self.is_inside = True
         try:

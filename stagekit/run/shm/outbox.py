@@ -30,19 +30,6 @@ from stagekit.run.transport import Work
 LARGE = 1 << 20  # bytes; above, a helper's wake-up costs less than the copy that it saves the caller
 
 
-class Sent:
-    """A message that is in the ring: its tensor may be used again."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-SENT = Sent()
-
-
 class Sending:
     """A message on its way into the ring; its tensor stays alive with it."""
 
@@ -72,13 +59,24 @@ class Sending:
 class Outbox:
     """What goes to one rank. While `pending` holds anything the ring is the helper's, else the caller's."""
 
-    def __init__(self, ring: Ring, call_helper: Callable[[], None], call_peer: Callable[[], None]) -> None:
+    def __init__(
+        self, ring: Ring, call_helper: Callable[[], None], call_peer: Callable[[], None], timeout_s: float
+    ) -> None:
+        self._timeout_s = timeout_s
         self.ring, self._call_helper, self._call_peer = ring, call_helper, call_peer
         self._words, self._data = ring.words, ring.data
         self.pending: deque[Sending] = deque()
         self.lost: str | None = None
         self._written = self._tail = 0
         self._starts = [0] * SLOTS  # where the piece in each slot lies
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work | None:
+        """Send the one tensor; `peer` is this outbox's, see Transport.send. Raises RuntimeError."""
+        (tensor,) = tensors
+        size = tensor.nbytes
+        if size <= PIECE and not self.pending and not self.lost and self.put(tag, size, tensor.data_ptr(), size):
+            return None
+        return self._send_in_pieces(tensor, tag)
 
     def put(self, tag: int, total: int, address: int, size: int) -> bool:
         """Copy one piece of a message of `total` bytes in; say whether there was room."""
@@ -103,15 +101,15 @@ class Outbox:
             self.ring.wake()
         return True
 
-    def send_in_pieces(self, tensor: Tensor, tag: int, timeout_s: float) -> Work:
+    def _send_in_pieces(self, tensor: Tensor, tag: int) -> Work | None:
         """Send a message of several pieces, or one that must queue. Raises RuntimeError."""
         if self.lost is not None:
             raise RuntimeError(f"shared memory: {self.lost}")
-        sending = Sending(tensor, tag, timeout_s)
+        sending = Sending(tensor, tag, self._timeout_s)
         if not self.pending and sending.size <= LARGE:
             while self._put_piece(sending):
                 if sending.put == sending.size:
-                    return SENT
+                    return None
         self.pending.append(sending)
         self._call_helper()  # also where there were some: it may have found none left just before
         return sending

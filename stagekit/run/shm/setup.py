@@ -231,7 +231,7 @@ def _build(
     links = {}
     for peer, theirs in attached.items():
         call_helper, call_peer = offer.bell.ring, theirs.bell.ring
-        outbox = Outbox(Ring(theirs.memory, rank), call_helper, call_peer)
+        outbox = Outbox(Ring(theirs.memory, rank), call_helper, call_peer, timeout_s)
         inbox = Inbox(Ring(offer.memory, peer), call_helper, call_peer, spins, timeout_s)
         links[peer] = Link(peer, theirs.memory, theirs.bell, theirs.pidfd, outbox, inbox)
     outboxes = Peers({peer: link.outbox for peer, link in links.items()})
@@ -242,4 +242,4 @@ def _build(
         inboxes.clear()
 
     helper = Helper(offer.memory, offer.bell_fd, offer.bell, links, forget)
-    return ShmTransport(outboxes, inboxes, timeout_s), helper
+    return ShmTransport(outboxes, inboxes), helper

@@ -7,8 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from stagekit.run.shm.inbox import Inbox
-from stagekit.run.shm.outbox import SENT, Outbox
-from stagekit.run.shm.ring import PIECE
+from stagekit.run.shm.outbox import Outbox
 from stagekit.run.transport import Work
 
 T = TypeVar("T")
@@ -21,18 +20,25 @@ class Peers(dict[int, T]):
         raise RuntimeError("shared memory: this run was closed")
 
 
+class Way:
+    """To and from one rank; not to be used once the run is closed."""
+
+    def __init__(self, outbox: Outbox, inbox: Inbox) -> None:
+        self.send, self.recv = outbox.send, inbox.post
+
+
 class ShmTransport:
-    """The rings of one rank, in the shape of a c10d backend. For the thread that made it."""
+    """The rings of one rank. For the thread that made it."""
 
-    def __init__(self, outboxes: Peers[Outbox], inboxes: Peers[Inbox], timeout_s: float) -> None:
-        self._outboxes, self._inboxes, self._timeout_s = outboxes, inboxes, timeout_s
+    def __init__(self, outboxes: Peers[Outbox], inboxes: Peers[Inbox]) -> None:
+        self._outboxes, self._inboxes = outboxes, inboxes
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
-        (tensor,), outbox = tensors, self._outboxes[peer]
-        size = tensor.nbytes
-        if size <= PIECE and not outbox.pending and not outbox.lost and outbox.put(tag, size, tensor.data_ptr(), size):
-            return SENT
-        return outbox.send_in_pieces(tensor, tag, self._timeout_s)
+    def towards(self, peer: int) -> Way:
+        """Return the way to and from that rank."""
+        return Way(self._outboxes[peer], self._inboxes[peer])
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work | None:
+        return self._outboxes[peer].send(tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work:
-        return self._inboxes[peer].post(tensors[0], tag)
+        return self._inboxes[peer].post(tensors, peer, tag)

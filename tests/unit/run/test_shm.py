@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from stagekit.run.shm.ring import CAPACITY, PIECE, SLOTS
+from stagekit.run.transport import settle
 from tests.unit.run.shm_threads import connected, held, on_all
 
 LARGE = CAPACITY + 3 * PIECE + 5  # bytes
@@ -36,7 +37,7 @@ def assert_arrives(receiver, peer, tag, expected):
 def test_messages_are_matched_by_tag_whatever_their_order(ranks):
     messages = {tag: numbers(100 + tag, tag) for tag in (5, 6, 7)}
     for tag, message in messages.items():
-        ranks[0].send([message], 1, tag).wait()
+        settle(ranks[0].send([message], 1, tag), 1)
     for tag in (7, 5, 6):
         assert_arrives(ranks[1], 0, tag, messages[tag])
 
@@ -45,7 +46,7 @@ def test_messages_of_one_tag_arrive_in_the_order_of_their_sends_posted_early_or_
     got = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
     works = [ranks[1].recv([got[0]], 0, 9), ranks[1].recv([got[1]], 0, 9)]
     for value in range(4):
-        ranks[0].send([torch.tensor([value])], 1, 9).wait()
+        settle(ranks[0].send([torch.tensor([value])], 1, 9), 1)
     works[1].wait()
     works += [ranks[1].recv([tensor], 0, 9) for tensor in got[2:]]
     for work in works:
@@ -59,20 +60,20 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool, torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_arrives_as_it_was_sent(ranks, dtype):
     message = numbers(64).to(dtype) if dtype is torch.bool else numbers(64).view(dtype)
-    ranks[0].send([message], 1, 1).wait()
+    settle(ranks[0].send([message], 1, 1), 1)
     assert_arrives(ranks[1], 0, 1, message)
 
 
 def test_an_empty_tensor_arrives(ranks):
     for _ in range(2 * SLOTS):
-        ranks[0].send([torch.empty(0)], 1, 1).wait()
+        settle(ranks[0].send([torch.empty(0)], 1, 1), 1)
         assert_arrives(ranks[1], 0, 1, torch.empty(0))
 
 
 def test_a_tensor_may_be_reused_once_its_send_was_waited_for(ranks):
     message = numbers(1000)
     expected = message.clone()
-    ranks[0].send([message], 1, 1).wait()
+    settle(ranks[0].send([message], 1, 1), 1)
     message.zero_()
     assert_arrives(ranks[1], 0, 1, expected)
 
@@ -93,7 +94,7 @@ def test_large_messages_cross_both_ways_at_once_though_both_send_before_they_rec
         for tag in (2, 1):
             assert_arrives(ranks[rank], 1 - rank, tag, messages[1 - rank])
         for work in works:
-            work.wait()
+            settle(work, 1 - rank)
 
     on_all(2, exchange)
 
@@ -139,7 +140,7 @@ def test_more_small_messages_than_slots_arrive_in_order(ranks):
     for number in range(3 * SLOTS):
         assert_arrives(ranks[1], 0, number, torch.tensor([number]))
     for work in works:
-        work.wait()
+        settle(work, 1)
 
 
 def test_random_messages_arrive_whole_in_any_order_of_posting_and_waiting(ranks):
@@ -168,7 +169,7 @@ def test_random_messages_arrive_whole_in_any_order_of_posting_and_waiting(ranks)
                 assert work.is_completed()
                 assert torch.equal(got, numbers(len(got), number))
         for work in sends:
-            work.wait()
+            settle(work, 1 - rank)
 
     on_all(2, exchange)
 
@@ -179,8 +180,8 @@ def test_a_message_of_another_size_is_refused_with_both_sizes(ranks, is_posted_f
     got = torch.empty(5, dtype=torch.uint8)
     if is_posted_first:
         received = ranks[1].recv([got], 0, 1)
-    ranks[0].send([numbers(size)], 1, 1).wait()
-    ranks[0].send([numbers(3)], 1, 2).wait()
+    settle(ranks[0].send([numbers(size)], 1, 1), 1)
+    settle(ranks[0].send([numbers(3)], 1, 2), 1)
     assert_arrives(ranks[1], 0, 2, numbers(3))
     if not is_posted_first:
         received = ranks[1].recv([got], 0, 1)
@@ -200,7 +201,7 @@ def test_nothing_within_the_timeout_is_an_error():
 
 def test_last_words_arrive_after_the_sender_ended_and_then_waiting_is_an_error():
     (_, left, _), (second, helper, _) = made = connected(2)
-    made[0][0].send([numbers(10)], 1, 1).wait()
+    settle(made[0][0].send([numbers(10)], 1, 1), 1)
     left.close()
     assert_arrives(second, 0, 1, numbers(10))
     with pytest.raises(RuntimeError, match="the other side ended its run"):
@@ -233,7 +234,7 @@ def test_closing_gives_back_every_descriptor_and_thread():
     before = held()
     made = connected(3)
     for rank, (transport, _, _) in enumerate(made):
-        transport.send([numbers(10)], (rank + 1) % 3, 1).wait()
+        settle(transport.send([numbers(10)], (rank + 1) % 3, 1), (rank + 1) % 3)
     for _, helper, _ in made:
         helper.close()
         helper.close()
