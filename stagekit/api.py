@@ -34,6 +34,7 @@ from stagekit.errors import UserError
 from stagekit.graph.capture.capture import Captured, capture
 from stagekit.graph.capture.precision import FP32, precise
 from stagekit.graph.compile.compilers import resolve
+from stagekit.graph.cut.costs import Cost
 from stagekit.graph.cut.cut import Cut
 from stagekit.graph.values.build import Start
 from stagekit.plan.contract import ModelSpec, StageSpec
@@ -119,11 +120,18 @@ class CutSource:
 class Pipeline:
     """A captured model, cut and planned. Holds no weights of its own until it is deployed."""
 
-    def __init__(self, cut: Cut, plan: Plan, options: RunOptions, ranking: Ranking | None = None) -> None:
+    def __init__(
+        self,
+        cut: Cut,
+        plan: Plan,
+        options: RunOptions,
+        ranking: Ranking | None = None,
+        node_costs: Mapping[str, Cost] | None = None,
+    ) -> None:
         """`ranking`: the plans that were compared, where something was left to choose; the first is this one. None on a
-        rank that took rank 0's.
+        rank that took rank 0's. `node_costs`: what each operation of a chunk took where it was measured for the cut.
         """
-        self.options, self.ranking = options, ranking
+        self.options, self.ranking, self.node_costs = options, ranking, dict(node_costs or {})
         self._set_cut(cut, plan)
 
     def _set_cut(self, cut: Cut, plan: Plan) -> None:
@@ -382,7 +390,9 @@ def plan_pipeline(
     if loss_fn is not None:
         loss_fn = precise(loss_fn, captured.precision, captured.device)
     rules = flatten_rules(output_spec, made.cut.spec.outputs)
-    return Pipeline(made.cut, plan, RunOptions(loss_fn, loss_weight, seed, rules, parallelize), made.ranking)
+    return Pipeline(
+        made.cut, plan, RunOptions(loss_fn, loss_weight, seed, rules, parallelize), made.ranking, made.node_costs
+    )
 
 
 class PipelineStage:

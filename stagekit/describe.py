@@ -102,7 +102,7 @@ def _plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> d
             recompute=pipe.plan.recompute,
             compiled=pipe.plan.compile != "eager",
         )
-        document["ranking"] = as_document(pipe.ranking or compared(captured, question, pipe.plan))
+        document["ranking"] = as_document(pipe.ranking or compared(captured, question, pipe.plan, pipe.node_costs))
     return document
 
 

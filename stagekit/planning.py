@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,9 @@ class Made:
     window: int | str | None = "measured"
     memory_limit: float | None = None
     ranking: Ranking | None = None
+    node_costs: Mapping[str, Cost] = field(
+        default_factory=dict
+    )  # as measured for the cut, all ranks alike fast; or none
 
     def plan(self, *, replicas: int, compile: str, recompute: bool, compress: str = "") -> Plan:
         """Schedule the cut. Raises ScheduleError, UserError."""
@@ -164,10 +167,12 @@ def cut_for(
     assert question.stages is not None and not isinstance(question.stages_per_rank, str)
     held = check_per_rank(question.schedule, question.stages, question.stages_per_rank, 1)
     usage = Usage(question.schedule, question.counts[0], held, question.recompute)
-    cut = captured.cut(
-        question.split, question.stages, buckets=buckets, at_nodes=at_nodes, measured=measured, usage=usage
+    choice = choose(
+        captured, lay_out(captured), question.split, question.stages, at_nodes, measured=measured, usage=usage
     )
-    return Made(cut, question.schedule, question.counts[0], held)
+    cut = captured.cut(question.split, question.stages, buckets=buckets, choice=choice)
+    known = {} if _balanced(question.split).speeds else choice.costs
+    return Made(cut, question.schedule, question.counts[0], held, node_costs=known)
 
 
 def _chosen(captured: Captured, question: Question, *, buckets: BucketRule | None, measured: bool) -> Made:
@@ -176,7 +181,15 @@ def _chosen(captured: Captured, question: Question, *, buckets: BucketRule | Non
     sized = at_chunks(captured, question.example_chunks or question.counts[0], won.chunks)
     cut = sized.cut(question.split, len(found.choice.begins), buckets=buckets, choice=found.choice)
     ranking = None if question.is_given else found.ranking
-    return Made(cut, won.schedule, won.chunks, won.stages_per_rank, memory_limit=won.memory_limit, ranking=ranking)
+    return Made(
+        cut,
+        won.schedule,
+        won.chunks,
+        won.stages_per_rank,
+        memory_limit=won.memory_limit,
+        ranking=ranking,
+        node_costs=found.measured,
+    )
 
 
 def repeated(
@@ -218,6 +231,7 @@ class Answer:
 
     ranking: Ranking
     choice: Choice
+    measured: Mapping[str, Cost]  # at the winner's chunk count, all ranks alike fast; empty: counted
 
 
 def answer(captured: Captured, question: Question, *, measured: bool = True) -> Answer:
@@ -235,19 +249,23 @@ def answer(captured: Captured, question: Question, *, measured: bool = True) -> 
     won, wish = ranking.winner, _balanced(question.split)
     costs = subject.costs[won.candidate.chunks] if measured else {}
     choice = Choice(won.begins, report(ranking, question, subject.how), costs)
+    measured_costs = costs if subject.how == "measured" else {}
     if wish.speeds and measured:
         speeds = [wish.speeds[rank] for rank in won.stage_ranks]
         choice = dataclasses.replace(choice, costs=at_speeds(subject.layout, choice, speeds))
-    return Answer(ranking, choice)
+    return Answer(ranking, choice, measured_costs)
 
 
-def compared(captured: Captured, question: Question, plan: Plan) -> Ranking:
+def compared(
+    captured: Captured, question: Question, plan: Plan, node_costs: Mapping[str, Cost] | None = None
+) -> Ranking:
     """Return `plan`, all of whose numbers were given, ranked with what could run on as many ranks instead.
 
-    Costs are measured once more. Alternatives may have other schedules and stages per rank.
+    `node_costs`: as measured when it was cut (`Pipeline.node_costs`); without them they are measured now. Alternatives may
+    have other schedules and stages per rank.
     """
     ranks = plan.num_ranks
-    subject = _measured(captured, question, ranks, measured=True)
+    subject = _measured(captured, question, ranks, measured=True, known=node_costs)
     positions = [subject.layout.position(stage.first_node) for stage in plan.model.stages]
     begins = (0, *(position for position in positions[1:] if position is not None))
     chosen = priced_plan(subject.chains[plan.num_chunks], plan, begins, subject.setting)
@@ -274,7 +292,14 @@ class _Subject:
     setting: Setting
 
 
-def _measured(captured: Captured, question: Question, ranks: int, *, measured: bool) -> _Subject:
+def _measured(
+    captured: Captured,
+    question: Question,
+    ranks: int,
+    *,
+    measured: bool,
+    known: Mapping[str, Cost] | None = None,
+) -> _Subject:
     layout, wish = lay_out(captured), _balanced(question.split)
     how = "flops" if not measured and wish.costs == "measured" else wish.costs
     legal: Sequence[int] = block_begins(layout, 1) if wish.block_boundaries else layout.legal
@@ -283,7 +308,7 @@ def _measured(captured: Captured, question: Question, ranks: int, *, measured: b
     with torch.random.fork_rng(devices=[]):
         for chunks in question.counts:
             sized = at_chunks(captured, question.example_chunks or question.counts[0], chunks)
-            costs[chunks] = node_costs(sized, layout, how)
+            costs[chunks] = known if known and how == "measured" else node_costs(sized, layout, how)
             held = footprint(sized, layout, optimizer_state=wish.optimizer_state, recompute=question.recompute)
             chains[chunks] = chain_of(sized, layout, costs[chunks], legal=legal, footprint=held)
     setting = Setting(

@@ -139,6 +139,17 @@ def test_a_plan_whose_module_paths_make_its_own_number_of_stages_alone_is_compar
     assert ranking.winner.candidate.schedule == "gpipe"
 
 
+@pytest.mark.parametrize("per_rank", [1, 2])
+def test_a_plan_is_compared_at_the_costs_that_were_measured_for_its_cut(per_rank: int) -> None:
+    pipe = plan_pipeline(
+        captured(), loss_fn=F.mse_loss, stages=2 * per_rank, chunks=4, stages_per_rank=per_rank, schedule="gpipe"
+    )
+    question = Question("balanced", 2 * per_rank, None, chunks=4)
+    first, again = (compared(captured(), question, pipe.plan, pipe.node_costs) for _ in range(2))
+    assert pipe.node_costs
+    assert [each.step_s for each in first.best] == [each.step_s for each in again.best]
+
+
 def test_a_schedule_file_is_each_ranks_own_and_another_one_is_told_apart(tmp_path: Path) -> None:
     for folder, first in (("there", "0F0,0F1,0B0,0B1"), ("here", "0F0,0F1,0B0,0B1"), ("other", "0F0,0B0,0F1,0B1")):
         (tmp_path / folder).mkdir()

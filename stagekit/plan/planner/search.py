@@ -112,11 +112,12 @@ class _Search:
         setting, chain = self._setting, self._chains[candidate.chunks]
         try:
             stage_ranks = table_for(candidate.schedule, setting.ranks * candidate.stages_per_rank, setting.ranks)
-            halved = _has_halves(candidate, stage_ranks)
+            orders = None if candidate.schedule == AUTOMATIC else orders_of(candidate, stage_ranks)
+            halved = orders is None or any(action.op is Op.W for row in orders for action in row)  # zb-auto: mostly
             begins = self._cut(candidate, stage_ranks, halved)
-            found = self._priced(candidate, chain, begins, stage_ranks)
+            found = self._priced(candidate, chain, begins, stage_ranks, orders)
             if not self._fits(found):
-                found = self._cut_smaller(candidate, chain, found, halved)
+                found = self._cut_smaller(candidate, chain, found, halved, orders)
         except (ScheduleError, SplitError) as error:
             return Outcome(candidate, refusal=str(error))
         if not self._fits(found):
@@ -134,9 +135,12 @@ class _Search:
             near = self._given is None and each.step_s <= able[0].step_s * _NEAR
             yield tuned(each, self._chains[each.candidate.chunks], self._setting, budget, self._fits) if near else each
 
-    def _priced(self, candidate: Candidate, chain: Chain, begins: Begins, stage_ranks: tuple[int, ...]) -> Outcome:
+    def _priced(
+        self, candidate: Candidate, chain: Chain, begins: Begins, stage_ranks: tuple[int, ...], orders: Orders | None
+    ) -> Outcome:
+        """`orders`: None where they depend on what the stages of this cut cost."""
         costs = costs_of(chain, begins, stage_ranks, self._setting)
-        orders = orders_of(candidate, stage_ranks, costs)
+        orders = orders_of(candidate, stage_ranks, costs) if orders is None else orders
         held = bytes_of(chain, begins, stage_ranks, orders)
         return Outcome(candidate, begins, stage_ranks, costs, orders, rank_bytes=held)
 
@@ -178,7 +182,9 @@ class _Search:
         self._near.setdefault(len(stage_ranks), found.begins)
         return found.begins
 
-    def _cut_smaller(self, candidate: Candidate, chain: Chain, found: Outcome, halved: bool) -> Outcome:
+    def _cut_smaller(
+        self, candidate: Candidate, chain: Chain, found: Outcome, halved: bool, orders: Orders | None
+    ) -> Outcome:
         """Cut once more, for memory too: stages get shares of what a rank has; return the first try if that fails."""
         cap, footprint = self._setting.memory_bytes, chain.footprint
         if self._given is not None or cap is None or footprint is None:
@@ -189,7 +195,7 @@ class _Search:
             begins = self._partition(chain, found.stage_ranks, halved, memory)
         except SplitError:
             return found
-        tighter = self._priced(candidate, chain, begins, found.stage_ranks)
+        tighter = self._priced(candidate, chain, begins, found.stage_ranks, orders)
         return min(found, tighter, key=lambda each: each.peak_bytes)
 
 
@@ -203,20 +209,13 @@ def priced_plan(chain: Chain, plan: Plan, begins: Begins, setting: Setting) -> O
     return _simulated(Outcome(told, begins, plan.stage_ranks, costs, orders, rank_bytes=held), Transport.RENDEZVOUS)
 
 
-def orders_of(candidate: Candidate, stage_ranks: tuple[int, ...], costs: Costs) -> Orders:
-    """Return the compute lists of a candidate. Raises ScheduleError where it can't run these numbers."""
+def orders_of(candidate: Candidate, stage_ranks: tuple[int, ...], costs: Costs | None = None) -> Orders:
+    """Return the compute lists of a candidate; of zb-auto, for `costs`. Raises ScheduleError where it can't run these
+    numbers.
+    """
     ranks = max(stage_ranks) + 1
     limit = candidate.memory_limit
     return compute_order(candidate.schedule, stage_ranks, ranks, candidate.chunks, costs=costs, memory_limit=limit)
-
-
-def _has_halves(candidate: Candidate, stage_ranks: tuple[int, ...]) -> bool:
-    """Say whether a schedule lists I and W; zb-auto mostly does."""
-    if candidate.schedule == AUTOMATIC:
-        return True
-    ranks = max(stage_ranks) + 1
-    orders = compute_order(candidate.schedule, stage_ranks, ranks, candidate.chunks)
-    return any(action.op is Op.W for row in orders for action in row)
 
 
 def _simulated(found: Outcome, transport: Transport) -> Outcome:
