@@ -8,6 +8,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic_ns
@@ -113,10 +114,13 @@ class BucketReducer(Reducer):
                 parameter.register_post_accumulate_grad_hook(self._hook(number))
 
     def _hook(self, number: int) -> Any:
+        reducer = weakref.ref(self)  # an optimizer may keep the parameters longer than the run and its group
+
         def ready(_: Tensor) -> None:
-            if self._armed:
-                self._missing[number] -= 1
-                self._launch_complete()
+            this = reducer()
+            if this is not None and this._armed:
+                this._missing[number] -= 1
+                this._launch_complete()
 
         return ready
 

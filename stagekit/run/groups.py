@@ -32,6 +32,8 @@ from stagekit.run.transport import MixedTransport, NcclTransport, Transport, Wor
 
 CLOCK_ROUNDS = 8
 WAIT_TIMEOUT = timedelta(hours=1)  # the launcher gives up earlier
+_SPARE_NUMBERS = 64  # of groups that a caller may make while a pipeline is deployed, in `parallelize`
+_number = 0  # of the last group that this process made, see Note [Names of groups]
 _used: Counter[str] = Counter()  # per prefix, so that no key of the store is used twice
 
 
@@ -69,21 +71,29 @@ class Groups:
         is_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend(self._world))
         self.comm_device = device if is_nccl else torch.device("cpu")
         assert self._world is not None
-        _level(self._world, self.comm_device)
+        _agree_on_numbers(self._world, self.comm_device)
+        self._made: list[dist.ProcessGroup] = []
+        if not is_nccl:  # which may wait for other ranks: only on `close`
+            weakref.finalize(self, _destroy, self._made).atexit = False
         rows = [members[r * pipeline_ranks : (r + 1) * pipeline_ranks] for r in range(replicas)]
         self._members, self._num_replicas = rows[self.replica], replicas
         if pipeline_ranks > 1:
-            self.pipeline = self._world if replicas == 1 else _new_group(self._members)
+            self.pipeline = self._world if replicas == 1 else self._new_group(self._members)
             self._transport = self._make_transport(is_nccl, device)
         if replicas > 1:
-            self.replicas = _new_group([row[self.pipeline_rank] for row in rows])
+            self.replicas = self._new_group([row[self.pipeline_rank] for row in rows])
+
+    def _new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
+        group = _numbered_group(members)
+        self._made.append(group)
+        return group
 
     def _make_transport(self, is_nccl: bool, device: torch.device) -> Transport:
         assert self.pipeline is not None
         peers = [rank for rank in range(len(self._members)) if rank != self.pipeline_rank]
         if is_nccl:
             self.transports = dict.fromkeys(peers, "nccl")
-            return NcclTransport(_new_group(self._members), _new_group(self._members), self.pipeline_rank)
+            return NcclTransport(self._new_group(self._members), self._new_group(self._members), self.pipeline_rank)
         gloo = gloo_transport(self.pipeline)
         shm, helper, refused = self._share_memory(self.pipeline, device)
         self.transports = {peer: "gloo" if peer in refused else "shm" for peer in peers}
@@ -107,11 +117,14 @@ class Groups:
         )
 
     def close(self) -> None:
-        """Give back what transfers between this rank's pipeline ranks hold; none may be started or awaited afterwards.
+        """Give back what transfers between this rank's pipeline ranks hold, and the groups that were made for them; none
+        may be started or awaited afterwards. Connections end once nobody refers to the run.
 
         Done by itself once nobody refers to the transport, and when the process ends.
         """
         self._close()
+        if self._world is not None:
+            _destroy(self._made)
 
     def transport(self) -> Transport:
         """Return the point-to-point transport of this rank's pipeline."""
@@ -138,7 +151,7 @@ class Groups:
             raise UserError(
                 "parallelize needs a process group; call stagekit.init() or torch.distributed.init_process_group"
             )
-        group = self.replicas or _new_group([self._members[self.pipeline_rank]])
+        group = self.replicas or self._new_group([self._members[self.pipeline_rank]])
         return DeviceMesh.from_group(group, self.comm_device.type, mesh_dim_names=("replicas",))
 
     def more_replicas(self, is_wanted: bool) -> dist.ProcessGroup | None:
@@ -147,16 +160,16 @@ class Groups:
         """
         if self.replicas is None or not self.any_of_world(is_wanted):
             return None
-        return _new_group(dist.get_process_group_ranks(self.replicas))
+        return self._new_group(dist.get_process_group_ranks(self.replicas))
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Return a group of these pipeline ranks for a member, None for others and for a single rank. Called on every rank."""
         if len(ranks) < 2 or self.pipeline is None:
             return None
         if self.pipeline_rank not in ranks:
-            _new_group([self._members[self.pipeline_rank]])  # Note [Names of groups]
+            _next_number()  # Note [Names of groups]
             return None
-        return _new_group([self._members[rank] for rank in ranks])
+        return self._new_group([self._members[rank] for rank in ranks])
 
     def barrier(self) -> None:
         """Wait for every rank of the world."""
@@ -314,20 +327,47 @@ def _nothing() -> None:
     """What there is to close without shared memory."""
 
 
-def _level(world: dist.ProcessGroup, device: torch.device) -> None:
-    """Have every rank of `world` reach the same number of groups.
+def _agree_on_numbers(world: dist.ProcessGroup, device: torch.device) -> None:
+    """Have every rank of `world` number its next groups alike, and as none was before.
 
     Note [Names of groups]: torch names a group that only its members make after them and after the number of groups
-    that the process has; where two members have different numbers, each waits for ever under a name of its own. So a
-    rank that a group leaves out makes one of itself.
+    that the process has. Where two members have different numbers, each waits for ever under a name of its own; where
+    a number comes again after a group was destroyed, members find the addresses of the old one in the store. So
+    groups get numbers from here: the same on every rank, also one that a group leaves out, and each once.
     """
-    most = torch.tensor([mine := len(dist.distributed_c10d._world.pg_names)], device=device)
+    global _number
+    most = torch.tensor([max(_number, len(dist.distributed_c10d._world.pg_names))], device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world)
-    for _ in range(int(most) - mine):
-        _new_group([dist.get_rank()])
+    _number = int(most) + _SPARE_NUMBERS
 
 
-def _new_group(members: Sequence[int]) -> dist.ProcessGroup:
-    group = dist.new_group(list(members), use_local_synchronization=True)
+def _next_number() -> int:
+    global _number
+    _number += 1
+    return _number
+
+
+def _numbered_group(members: Sequence[int]) -> dist.ProcessGroup:
+    names: Any = dist.distributed_c10d._world.pg_names
+    missing = _next_number() - len(names)
+    if missing < 0:
+        raise UserError(
+            f"more than {_SPARE_NUMBERS} process groups were made while a pipeline is deployed; make them before"
+        )
+    others = [object() for _ in range(missing)]
+    names.update(dict.fromkeys(others, ""))  # so many groups are there, for torch
+    try:
+        group = dist.new_group(list(members), use_local_synchronization=True)
+    finally:
+        for other in others:
+            del names[other]
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    """Have torch forget `groups`, which it does not by itself."""
+    while groups:
+        group = groups.pop()
+        if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:  # else the whole world was destroyed
+            dist.destroy_process_group(group)

@@ -219,14 +219,17 @@ class Run:
 
     def _open(self, call: Call, lane: Lane | None) -> Opening:
         """Return how the first rank opens this call. Where that calls something else, take part in it and raise."""
-        if self._is_closed:
-            raise UserError("this run was closed; deploy the pipeline again")
+        self._check_open()
         own = Opening(call, self.step_number, is_first=lane is None or not lane.is_prepared)
         opening = self._openings.hear(own)
         problem = opening.problem_with(own, self.groups.global_rank)
         if problem is not None:
             self._follow(opening, problem)
         return opening
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UserError("this run was closed; deploy the pipeline again")
 
     def _follow(self, opening: Opening, problem: Exception) -> NoReturn:
         """Go through the call that the other ranks make without computing, so that nobody waits. Raises on all of them."""
@@ -267,9 +270,10 @@ class Run:
         return plan.lists_for(routes)
 
     def close(self) -> None:
-        """End what runs beside the steps (threads that hear of other ranks' errors, memory shared with them); none follows.
+        """End what runs beside the steps (threads that hear of other ranks' errors, memory shared with them, process groups);
+        none follows, nor anything else that ranks do together.
 
-        Not needed where nobody refers to the run any more. Returns at once and waits for no other rank.
+        Not needed where nobody refers to the run any more. Waits for no other rank.
         """
         if self._alarm is not None:
             self._alarm.close()
@@ -394,6 +398,8 @@ class Run:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers; the union over ranks loads into the unsplit model, strict."""
+        if any(is_sharded(made) for made in self._parallelized.values()):
+            self._check_open()  # shards are gathered
         state: dict[str, Tensor] = {}
         for runner in self._runners.values():
             state.update({name: whole(value) for name, value in runner.module.state_dict().items()})
@@ -413,6 +419,7 @@ class Run:
 
         The norm is summed in float64 per parameter, a tied one once, in an order that no cut changes.
         """
+        self._check_open()
         names = [p.name for stage in self.plan.model.stages for p in stage.parameters]
         order = {name: index for index, name in enumerate(sorted(set(names)))}
         holder = {p.name: stage.index for stage in reversed(self.plan.model.stages) for p in stage.parameters}

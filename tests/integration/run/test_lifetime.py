@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import stagekit
 from stagekit.errors import UserError
@@ -51,6 +52,47 @@ def close_and_forget(rank):
 def test_the_thread_that_hears_of_errors_ends_when_its_run_is_closed_or_forgotten():
     for rank in spawn(close_and_forget, 2):
         assert rank == {"closed": (1, True), "forgotten": (1, True)}
+
+
+class Tied(nn.Module):
+    """Both stages hold one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def deploy_again(rank):
+    """Tied stages, and replicas: each deployed three times, the optimizer kept."""
+    x, target = batch()
+    found, kept = {}, []
+    for name, stages, replicas in (("ties", 2, 1), ("replicas", 1, 2)):
+        pipe = stagekit.pipeline(
+            Tied, (torch.randn(3, WIDTH),), loss_fn=mean_square, stages=stages, chunks=CHUNKS, replicas=replicas,
+            split=["last"][: stages - 1],
+        )  # fmt: skip
+        found[name] = []
+        for is_closed in (True, True, False, True):
+            run = pipe.deploy()
+            loss = run.step(x, target=target).loss
+            kept.append(torch.optim.SGD(run.parameters()))
+            if is_closed:
+                run.close()
+            del run
+            gc.collect()
+            torch.distributed.barrier()
+            found[name].append((held()[1], loss))
+    return found
+
+
+def test_a_run_that_is_closed_or_forgotten_leaves_no_connections_of_its_groups():
+    for rank in spawn(deploy_again, 2):
+        for seen in rank.values():
+            assert len(set(seen)) == 1, rank
 
 
 # ---- many steps
