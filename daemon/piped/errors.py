@@ -11,6 +11,7 @@ PipedError
 │   ├── RegistrationRefused   a node may not register: another cluster, a cloned image, a name in use
 │   ├── LeaseLost             a message of a registration that ended; register again
 │   └── StateDirHeld          another process holds the state directory: carries its pid
+├── TooSlowError              the coordinator could not answer in time; whether it was done is not known
 ├── UnavailableError          try again later: a node is not connected, the disk is full, the coordinator stops
 └── BugError                  ours
     ├── IllegalTransition     a state change that no table allows
@@ -112,6 +113,12 @@ class UnavailableError(PipedError):
     """It can't be done now; the same request may succeed later."""
 
     reason = "UNAVAILABLE"
+
+
+class TooSlowError(PipedError):
+    """No answer within the limit; whether the request was carried out is not known. Asking again is safe."""
+
+    reason = "TOO_SLOW"
 
 
 class BugError(PipedError):

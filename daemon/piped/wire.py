@@ -13,7 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from pipeapi import jobproto
 from pipeapi.v1 import cluster_pb2, jobs_pb2, nodes_pb2, spec_pb2
-from piped.core import events
+from piped.core import accounts, events
 from piped.core.desired import DesiredAttempt, Phase
 from piped.core.model import (
     Attempt,
@@ -41,6 +41,7 @@ JOB_STATES = {each: f"JOB_STATE_{each.name}" for each in JobState}
 NODE_STATES = {each: f"NODE_STATE_{each.name}" for each in NodeState}
 WORKER_STATES = {each: f"WORKER_STATE_{each.name}" for each in WorkerState}
 REASONS = {each: f"FAILURE_REASON_{each.name}" for each in FailureReason}
+ROLES = {each: f"RANK_ROLE_{each.name}" for each in accounts.Role}
 PHASES = {each: f"PHASE_{each.name}" for each in Phase}
 
 
@@ -285,6 +286,31 @@ def _failure_to_proto(failure: Failure) -> jobs_pb2.Failure:
         traceback=failure.traceback,
         log_tail=failure.log_tail,
     )
+
+
+def report_to_proto(attempt: Attempt) -> jobs_pb2.FailureReportResponse:
+    """Return what is known of the end of an attempt that stops or has stopped."""
+    assert attempt.outcome is not None
+    message = jobs_pb2.FailureReportResponse(
+        attempt=attempt.attempt,
+        fence=attempt.fence,
+        stop_trigger=attempt.stop_trigger,
+        outcome=attempt.outcome.value,
+        final=attempt.is_terminal,
+    )
+    if attempt.verdict is not None:
+        message.failure.CopyFrom(_failure_to_proto(attempt.verdict))
+    for placed, account in zip(attempt.placement, accounts.of(attempt), strict=True):
+        message.ranks.add(
+            rank=account.rank,
+            node_name=placed.node_name,
+            stages=placed.stages,
+            role=ROLES[account.role],
+            message=account.message,
+            peer_rank=account.peer_rank,
+            step=account.step,
+        )
+    return message
 
 
 def node_to_proto(node: Node, held: Iterable[tuple[Attempt, str]], *, lease_age_s: float) -> cluster_pb2.Node:

@@ -28,7 +28,18 @@ from pydantic import (
 )
 
 from pipeapi.mistakes import Problem, SpecError, StrictLoader, duplicate_keys, position
-from pipeapi.schedules import AUTO, CHOSEN, FORWARD, SCHEDULES, blocks_misfit, csv_misfit, csv_trains, is_file, misfit
+from pipeapi.schedules import (
+    AUTO,
+    CHOSEN,
+    FORWARD,
+    SCHEDULES,
+    blocks_misfit,
+    csv_forwards,
+    csv_misfit,
+    csv_trains,
+    is_file,
+    misfit,
+)
 from pipeapi.sections import NAME, Checkpoint, Observe, Recovery, Resources, Strict, absolute
 from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_size
 
@@ -44,7 +55,20 @@ SizeAboveZero = Annotated[int, BeforeValidator(parse_size), Field(ge=1, lt=1 << 
 
 
 def _chosen_or_count(value: object, handler: ValidatorFunctionWrapHandler) -> int:
+    if isinstance(value, str) and value != AUTO:
+        raise ValueError(f'is "{value}"; give a whole number of at least 1, or {AUTO}')
     return CHOSEN if value == AUTO else int(handler(value))
+
+
+def _per_rank(value: object) -> object:
+    """Say in one sentence what may be given: pydantic would have one for each kind of value."""
+    counts = value if isinstance(value, list) else [value]
+    if not counts or any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in counts):
+        told = f"is {value!r}; give a whole number of at least 1, or a list of one such number per rank"
+        if value == AUTO:
+            told += "; `pipectl plan` compares other numbers on as many ranks"
+        raise ValueError(told)
+    return value
 
 
 Chunks = Annotated[
@@ -89,7 +113,9 @@ class Pipeline(Strict):
     """How the model is cut and in which order chunks run."""
 
     stages: int = Field(ge=1, le=4096, description="number of stages the model is cut into")
-    stages_per_rank: Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=1)]] = Field(
+    stages_per_rank: Annotated[
+        Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=1)]], BeforeValidator(_per_rank)
+    ] = Field(
         1,
         description="stages that one worker runs; must divide `stages`; 2 for zb-v, v-half and dualpipe-v; or a list of one "
         "number per worker, each of which then runs the next so many stages",
@@ -145,12 +171,14 @@ class Pipeline(Strict):
             return value  # told already
         if value != Balance() and not (isinstance(split, str) and split.startswith("balanced")):
             raise ValueError(f"is for split: balanced, but split is {split!r}; leave one of them out")
-        ranks = len(per_rank) if isinstance(per_rank, list) else stages / per_rank
+        if isinstance(per_rank, int) and stages % per_rank:
+            return value  # told by the rules of all fields
+        ranks = len(per_rank) if isinstance(per_rank, list) else stages // per_rank
         is_known = isinstance(per_rank, list) or not is_file(info.data.get("schedule") or "")
         if value.speeds is not None and is_known and len(value.speeds) != ranks:
             raise ValueError(
                 f"speeds has {len(value.speeds)} numbers, but {stages} stages with {per_rank} per rank run on "
-                f"{ranks:g} ranks; give one number per rank of a pipeline"
+                f"{ranks} ranks; give one number per rank of a pipeline"
             )
         return value
 
@@ -158,8 +186,6 @@ class Pipeline(Strict):
     def _consistent(self) -> Pipeline:
         per_rank, unfit = self.stages_per_rank, None
         if isinstance(per_rank, list):
-            if not per_rank:
-                raise ValueError("stages_per_rank is an empty list; give one number per rank")
             unfit = blocks_misfit(
                 "gpipe" if is_file(self.schedule) else self.schedule, self.stages, per_rank, self.chunks
             )
@@ -375,7 +401,9 @@ def _override(data: dict[str, Any], override: str) -> None:
 
 def problem_of(error: Any, root: yaml.Node | None) -> Problem:
     location = [part for part in error["loc"] if not (isinstance(part, str) and part in ("str", "list[str]"))]
-    line, column = position(root, location, of_key=error["type"] == "extra_forbidden")
+    about = error["msg"].removeprefix("Value error, ").split(" ", 1)[0].split(".")  # a rule of several fields names one
+    place = [*location, *about] if about[0] in _field_names(location) else location
+    line, column = position(root, place, of_key=error["type"] == "extra_forbidden")
     field = ".".join(map(str, location))
     kind, message, hint = error["type"], error["msg"].removeprefix("Value error, "), ""
     if kind == "extra_forbidden":
@@ -461,6 +489,10 @@ def schedule_misfit(job: JobFile, text: str) -> tuple[str, str] | None:
     unfit = csv_misfit(text, pipeline.stages, per_rank, pipeline.chunks)
     if unfit:
         return f"pipeline.{unfit[0]}", f"{unfit[1]} ({pipeline.schedule})"
+    speeds, ranks = pipeline.balance.speeds, csv_forwards(text)[1]
+    if speeds is not None and len(speeds) != ranks:
+        told = f"has {len(speeds)} numbers, but {pipeline.schedule} has lines for {ranks}; give one number per rank"
+        return "pipeline.balance.speeds", told
     name = None if csv_trains(text) else _only_for_training(job)
     told = f"is for training, but {pipeline.schedule} lists forwards alone, which train nothing; leave it out"
     return None if name is None else (name, told)

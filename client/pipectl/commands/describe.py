@@ -18,6 +18,9 @@ def describe(coordinator: str | None, job: str) -> None:
     api = Coordinator(coordinator_address(coordinator))
     found = api.get(job)
     show(found)
+    if found.state == jobs_pb2.JOB_STATE_FAILED and found.attempt:
+        request = jobs_pb2.FailureReportRequest(job=found.job_id)
+        show_report(api.call(api.jobs.FailureReport, request))
     if found.state in (jobs_pb2.JOB_STATE_STARTING, jobs_pb2.JOB_STATE_RUNNING, jobs_pb2.JOB_STATE_CANCELLING):
         _warn_of_silent_nodes(found, api.nodes())
 
@@ -66,6 +69,20 @@ def show(job: jobs_pb2.Job) -> None:
         _show_stages(job.plan)
     if job.HasField("failure"):
         click.echo(f"\nFailure:   {output.failure_text(job)}")
+
+
+def show_report(report: jobs_pb2.FailureReportResponse) -> None:
+    """Print how an attempt ended, and every rank's part in it."""
+    click.echo(
+        f"\nAttempt {report.attempt} {report.outcome}{'' if report.final else ' (so far)'}: {output.safe(report.stop_trigger)}"
+    )
+    rows = []
+    for each in report.ranks:
+        role = jobs_pb2.RankRole.Name(each.role).removeprefix("RANK_ROLE_")
+        role += f" of rank {each.peer_rank}" if each.peer_rank >= 0 and each.role == jobs_pb2.RANK_ROLE_VICTIM else ""
+        stages = ",".join(map(str, each.stages))
+        rows.append((each.rank, stages, each.node_name, role, each.step if each.step >= 0 else "-", each.message))
+    output.table(("RANK", "STAGES", "NODE", "PART", "STEP", "WHAT"), rows)
 
 
 def _show_placement(job: jobs_pb2.Job) -> None:

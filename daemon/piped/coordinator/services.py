@@ -23,7 +23,7 @@ from piped.coordinator.tasks import Closing, merge
 from piped.core import placement, specs
 from piped.core.events import CancelRequested, HoldRequested, JobSubmitted, ReleaseRequested
 from piped.core.model import Attempt, AttemptState, Job, JobSpec, State
-from piped.errors import FieldViolation, NotFoundError, SpecError, UserError
+from piped.errors import FieldViolation, NotFoundError, SpecError, UserError, WrongStateError
 
 WATCH_INTERVAL_S = 0.25  # at most one message per watch in that time
 MAX_EVENTS = 1000  # per reply
@@ -142,6 +142,22 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
                     await self._closing.race(changed.wait())
         finally:
             end()
+
+    async def FailureReport(
+        self, request: jobs_pb2.FailureReportRequest, _context: object
+    ) -> jobs_pb2.FailureReportResponse:
+        state = self._engine.state
+        job = find_job(state, request.job)
+        number = request.attempt or job.attempt
+        attempt = next((a for a in state.attempts.values() if a.job_id == job.job_id and a.attempt == number), None)
+        if attempt is None:
+            told = "it was never placed" if not job.attempt else f"it had attempts 1 to {job.attempt}"
+            raise NotFoundError(f"job {job.job_id} has no attempt {number or 1}: {told}")
+        if attempt.outcome in (None, AttemptState.SUCCEEDED):
+            raise WrongStateError(
+                f"attempt {number} of job {job.job_id} is {attempt.state.value}: only one that was stopped has a report"
+            )
+        return wire.report_to_proto(attempt)
 
     async def Events(self, request: jobs_pb2.EventsRequest, _context: object) -> jobs_pb2.EventsResponse:
         job_id = find_job(self._engine.state, request.job).job_id if request.job else ""

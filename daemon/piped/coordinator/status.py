@@ -5,6 +5,7 @@ A servicer raises PipedError; a client gets the code, the text and the details (
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
@@ -25,11 +26,14 @@ CODES: dict[type[errors.PipedError], grpc.StatusCode] = {  # the first row that 
     errors.RegistrationRefused: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LeaseLost: grpc.StatusCode.ABORTED,
     errors.NodeError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.TooSlowError: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
     errors.BugError: grpc.StatusCode.INTERNAL,
 }
 
+UNARY_S = 30.0  # for any unary call, whatever the client allows
 log = structlog.get_logger("coordinator")
+Call = Callable[[Any, Any], Awaitable[Any]]
 Observe = Callable[[str, str, float], None]  # method, code, seconds
 
 
@@ -59,8 +63,8 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: errors.Pipe
 class Edge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """Turns errors of ours into status codes, and measures every unary call."""
 
-    def __init__(self, observe: Observe) -> None:
-        self._observe = observe
+    def __init__(self, observe: Observe, *, limit_s: float = UNARY_S) -> None:
+        self._observe, self._limit_s = observe, limit_s
 
     async def intercept_service(
         self,
@@ -74,7 +78,8 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic
         method = str(handler_call_details.method).rpartition("/")[2]
         codecs = (found.request_deserializer, found.response_serializer)
         if not found.request_streaming and not found.response_streaming:
-            return grpc.unary_unary_rpc_method_handler(self._unary(method, found.unary_unary), *codecs)
+            call = self._unary(method, _limited(method, found.unary_unary, self._limit_s))
+            return grpc.unary_unary_rpc_method_handler(call, *codecs)
         if found.request_streaming and not found.response_streaming:
             return grpc.stream_unary_rpc_method_handler(self._unary(method, found.stream_unary), *codecs)
         if not found.request_streaming:
@@ -96,6 +101,20 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic
                 self._observe(method, code.name, time.monotonic() - began_s)
 
         return answer
+
+
+def _limited(method: str, call: Call, limit_s: float) -> Call:
+    async def answer(request: Any, context: Any) -> Any:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await call(request, context)
+        except TimeoutError:
+            raise errors.TooSlowError(
+                f"{method} took more than {limit_s:g} s: is the disk of the coordinator stuck? Ask again, under the "
+                "same request id if it was a submission"
+            ) from None
+
+    return answer
 
 
 def _stream(call: Callable[[Any, Any], AsyncIterator[Any]]) -> Any:

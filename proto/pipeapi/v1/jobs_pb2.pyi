@@ -43,6 +43,17 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_NUMERIC: _ClassVar[FailureReason]
     FAILURE_REASON_INFRA: _ClassVar[FailureReason]
 
+class RankRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RANK_ROLE_UNSPECIFIED: _ClassVar[RankRole]
+    RANK_ROLE_ROOT: _ClassVar[RankRole]
+    RANK_ROLE_FAILED: _ClassVar[RankRole]
+    RANK_ROLE_VICTIM: _ClassVar[RankRole]
+    RANK_ROLE_LOST: _ClassVar[RankRole]
+    RANK_ROLE_STOPPED: _ClassVar[RankRole]
+    RANK_ROLE_SUCCEEDED: _ClassVar[RankRole]
+    RANK_ROLE_UNFINISHED: _ClassVar[RankRole]
+
 class RecordKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RECORD_KIND_UNSPECIFIED: _ClassVar[RecordKind]
@@ -73,6 +84,14 @@ FAILURE_REASON_NODE_LOST: FailureReason
 FAILURE_REASON_START_TIMEOUT: FailureReason
 FAILURE_REASON_NUMERIC: FailureReason
 FAILURE_REASON_INFRA: FailureReason
+RANK_ROLE_UNSPECIFIED: RankRole
+RANK_ROLE_ROOT: RankRole
+RANK_ROLE_FAILED: RankRole
+RANK_ROLE_VICTIM: RankRole
+RANK_ROLE_LOST: RankRole
+RANK_ROLE_STOPPED: RankRole
+RANK_ROLE_SUCCEEDED: RankRole
+RANK_ROLE_UNFINISHED: RankRole
 RECORD_KIND_UNSPECIFIED: RecordKind
 RECORD_KIND_LOG: RecordKind
 RECORD_KIND_TRACE: RecordKind
@@ -223,6 +242,24 @@ class Failure(_message.Message):
     log_tail: str
     def __init__(self, reason: _Optional[_Union[FailureReason, str]] = ..., rank: _Optional[int] = ..., node_name: _Optional[str] = ..., stages: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., log_tail: _Optional[str] = ...) -> None: ...
 
+class RankAccount(_message.Message):
+    __slots__ = ("rank", "node_name", "stages", "role", "message", "peer_rank", "step")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PEER_RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    node_name: str
+    stages: _containers.RepeatedScalarFieldContainer[int]
+    role: RankRole
+    message: str
+    peer_rank: int
+    step: int
+    def __init__(self, rank: _Optional[int] = ..., node_name: _Optional[str] = ..., stages: _Optional[_Iterable[int]] = ..., role: _Optional[_Union[RankRole, str]] = ..., message: _Optional[str] = ..., peer_rank: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
 class Event(_message.Message):
     __slots__ = ("event_seq", "at", "job_id", "node_name", "name", "reason")
     EVENT_SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -366,6 +403,32 @@ class LogsResponse(_message.Message):
     data: bytes
     next_offset: int
     def __init__(self, rank: _Optional[int] = ..., data: _Optional[bytes] = ..., next_offset: _Optional[int] = ...) -> None: ...
+
+class FailureReportRequest(_message.Message):
+    __slots__ = ("job", "attempt")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    attempt: int
+    def __init__(self, job: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class FailureReportResponse(_message.Message):
+    __slots__ = ("attempt", "fence", "stop_trigger", "outcome", "final", "failure", "ranks")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    STOP_TRIGGER_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    fence: int
+    stop_trigger: str
+    outcome: str
+    final: bool
+    failure: Failure
+    ranks: _containers.RepeatedCompositeFieldContainer[RankAccount]
+    def __init__(self, attempt: _Optional[int] = ..., fence: _Optional[int] = ..., stop_trigger: _Optional[str] = ..., outcome: _Optional[str] = ..., final: _Optional[bool] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankAccount, _Mapping]]] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("job", "from_event_seq")

@@ -79,6 +79,11 @@ class JobServiceStub:
                 request_serializer=pipeapi_dot_v1_dot_jobs__pb2.LogsRequest.SerializeToString,
                 response_deserializer=pipeapi_dot_v1_dot_jobs__pb2.LogsResponse.FromString,
                 _registered_method=True)
+        self.FailureReport = channel.unary_unary(
+                '/pipeapi.v1.JobService/FailureReport',
+                request_serializer=pipeapi_dot_v1_dot_jobs__pb2.FailureReportRequest.SerializeToString,
+                response_deserializer=pipeapi_dot_v1_dot_jobs__pb2.FailureReportResponse.FromString,
+                _registered_method=True)
         self.Events = channel.unary_unary(
                 '/pipeapi.v1.JobService/Events',
                 request_serializer=pipeapi_dot_v1_dot_jobs__pb2.EventsRequest.SerializeToString,
@@ -152,6 +157,13 @@ class JobServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FailureReport(self, request, context):
+        """FailureReport tells what ended an attempt, and every rank's part in it: the first failure, its victims, who was stopped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Events(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -212,6 +224,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.Logs,
                     request_deserializer=pipeapi_dot_v1_dot_jobs__pb2.LogsRequest.FromString,
                     response_serializer=pipeapi_dot_v1_dot_jobs__pb2.LogsResponse.SerializeToString,
+            ),
+            'FailureReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.FailureReport,
+                    request_deserializer=pipeapi_dot_v1_dot_jobs__pb2.FailureReportRequest.FromString,
+                    response_serializer=pipeapi_dot_v1_dot_jobs__pb2.FailureReportResponse.SerializeToString,
             ),
             'Events': grpc.unary_unary_rpc_method_handler(
                     servicer.Events,
@@ -467,6 +484,33 @@ class JobService:
             '/pipeapi.v1.JobService/Logs',
             pipeapi_dot_v1_dot_jobs__pb2.LogsRequest.SerializeToString,
             pipeapi_dot_v1_dot_jobs__pb2.LogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FailureReport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pipeapi.v1.JobService/FailureReport',
+            pipeapi_dot_v1_dot_jobs__pb2.FailureReportRequest.SerializeToString,
+            pipeapi_dot_v1_dot_jobs__pb2.FailureReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -86,6 +86,15 @@ def test_a_failing_worker_ends_the_job_with_the_first_failing_rank_not_its_victi
             assert (job.failure.rank, job.failure.node_name, list(job.failure.stages)) == (1, "n1", [1])
             assert job.failure.message == "ValueError: bad batch"
             assert (job.failure.traceback, job.failure.log_tail) == ("Traceback …", "tail of 1")
+            report = await client.jobs.FailureReport(jobs_pb2.FailureReportRequest(job="gpt"), timeout=DEADLINE_S)
+            assert (report.outcome, report.final, report.failure) == ("failed", True, job.failure)
+            assert [(each.role, each.peer_rank) for each in report.ranks] == [
+                (jobs_pb2.RANK_ROLE_VICTIM, 1),
+                (jobs_pb2.RANK_ROLE_ROOT, -1),
+            ]
+            missing = jobs_pb2.FailureReportRequest(job="gpt", attempt=7)
+            with pytest.raises(grpc.aio.AioRpcError, match="has no attempt 7: it had attempts 1 to 1"):
+                await client.jobs.FailureReport(missing, timeout=DEADLINE_S)
 
     asyncio.run(scenario())
 
