@@ -49,13 +49,19 @@ def check_counts_and_kinds(**given: Any) -> None:
     """Raise UserError naming the first of the counts, `seed`, `compile` and `split` that is of the wrong kind."""
     for name in _COUNTS:
         value = given[name]
+        if name == "chunks" and value == "auto":
+            raise UserError(
+                'chunks is "auto"; give a whole number of at least 1: only a job, whose program knows its batches, leaves '
+                "them open"
+            )
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name} is {value!r}; give a whole number of at least 1")
     per_rank = given["stages_per_rank"]
     counts = per_rank if isinstance(per_rank, list | tuple) else (per_rank,)
     if not counts or not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts):
         raise UserError(
-            f"stages_per_rank is {per_rank!r}; give a whole number of at least 1, or a list of one such number per rank"
+            f"stages_per_rank is {per_rank!r}; give a whole number of at least 1, a list of one such number per rank, or "
+            '"auto" with ranks'
         )
     seed = given["seed"]
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stagekit.errors import ShapeError, UserError
-from stagekit.plan.contract import ModelSpec
+from stagekit.plan.contract import ModelSpec, Symbol
 from stagekit.plan.shapes import holds
 
 
@@ -49,14 +49,22 @@ def symbol_values(spec: ModelSpec, leaves: Sequence[Any], sizes: Sequence[int]) 
         for symbol in spec.symbols:
             value = values.get(symbol.name)
             if value is not None and not symbol.minimum <= value <= (symbol.maximum or value):
-                limits = f"{symbol.minimum}..{symbol.maximum or '∞'}"
-                name = spec.inputs[symbol.graph_input].name
-                raise ShapeError(
-                    f"{name} has size {value} in dimension {symbol.dim}; the model was captured for {limits}"
-                )
+                raise ShapeError(_out_of_range(spec, symbol, value, sizes))
         _check_guards(spec, values)
         result[size] = values
     return result
+
+
+def _out_of_range(spec: ModelSpec, symbol: Symbol, value: int, sizes: Sequence[int]) -> str:
+    name, limits = spec.inputs[symbol.graph_input].name, f"{symbol.minimum}..{symbol.maximum or '∞'}"
+    if not symbol.is_batch:
+        return f"{name} has size {value} in dimension {symbol.dim}; the model was captured for {limits}"
+    least, most = symbol.minimum * len(sizes), (symbol.maximum or 0) * len(sizes)
+    enough = f"at least {least} rows or fewer chunks" if value < symbol.minimum else f"at most {most} or more chunks"
+    return (
+        f"{name}: {sum(sizes)} rows in {len(sizes)} chunks make a chunk of {value}, and the model was captured for {limits} "
+        f"rows (BatchNorm, say, needs 2); give {enough}"
+    )
 
 
 def _check_guards(spec: ModelSpec, values: dict[str, int]) -> None:

@@ -34,6 +34,16 @@ UNBUILT: dict[str, Any] = {"model": unbuilt}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "stages as text": ({"stages": "2"}, "stages is '2'; give a whole number"),
     "half a chunk": ({"chunks": 1.5}, r"chunks is 1\.5; give a whole number"),
+    "chunks to choose": (
+        {**UNBUILT, "chunks": "auto"},
+        'chunks is "auto"; give a whole number of at least 1: only a job',
+    ),
+    "a misspelt choice": ({**UNBUILT, "stages_per_rank": "Auto"}, 'one such number per rank, or "auto" with ranks'),
+    "a misspelt automatic schedule": ({**UNBUILT, "schedule": "Auto"}, 'unknown \\(did you mean "auto"\\?\\)'),
+    "interleaved blocks": (
+        {**UNBUILT, "stages": 4, "stages_per_rank": [2, 2], "schedule": "interleaved"},
+        "these lie on ranks \\[0, 0, 1, 1\\]; use stages_per_rank: 2, or gpipe or bfs",
+    ),
     "no replica": ({"replicas": 0}, "replicas is 0; give a whole number"),
     "a large seed": ({"seed": 2**70}, "seed is .*; give a whole number from 0"),
     "compile: yes": ({"compile": True}, "compile is True; name a compiler"),

@@ -187,7 +187,11 @@ def _check_call(
     args, kwargs = pytree.tree_unflatten(inputs, captured.in_tree)
     torch.manual_seed(seed)
     region = autocast(captured.precision, captured.device)
-    with torch.enable_grad(), _in_words(f"{when}the model itself fails on the example inputs"), region:
+    with (
+        torch.enable_grad(),
+        _in_words(f"{when}the model itself fails on the example inputs, which are one chunk"),
+        region,
+    ):
         expected = pytree.tree_leaves(reference(*args, **kwargs))
     _check_real(expected)
     torch.manual_seed(seed)

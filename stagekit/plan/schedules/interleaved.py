@@ -17,10 +17,14 @@ from stagekit.plan.schedules.tables import Orders, placement, stages_of
 def orders(stage_ranks: Sequence[int], num_ranks: int, num_chunks: int) -> Orders:
     """Rank r runs its stages in turn; 2(p − r − 1) + (v − 1)·group forwards ahead, then one backward, one forward."""
     if tuple(stage_ranks) != placement(len(stage_ranks), num_ranks) or len(stage_ranks) % num_ranks:
+        each, left = divmod(len(stage_ranks), num_ranks)
         near = max(1, round(len(stage_ranks) / num_ranks)) * num_ranks
+        there = f"there are {len(stage_ranks)} stages on {num_ranks} ranks; use {near} stages"
+        if not left:
+            there = f"these lie on ranks {list(stage_ranks)}; use stages_per_rank: {each}"
         raise ScheduleError(
-            f"interleaved runs the same number of stages on each rank, stage s on rank s modulo {num_ranks}, but there "
-            f"are {len(stage_ranks)} stages on {num_ranks} ranks; use {near} stages, or gpipe or bfs"
+            f"interleaved runs the same number of stages on each rank, stage s on rank s modulo {num_ranks}, but {there}, "
+            "or gpipe or bfs"
         )
     groups = chunk_groups(num_ranks, num_chunks)
     rows = []

@@ -152,7 +152,8 @@ def compute_order(
     if schedule == AUTOMATIC:
         return automatic.orders(stage_ranks, num_ranks, num_chunks, costs or Costs.unit(len(stage_ranks)), memory_limit)
     if schedule not in SCHEDULES:
-        near = difflib.get_close_matches(schedule.lower(), NAMES, n=1)
+        asked = NAMES if schedule == "auto" else (*NAMES, "auto")  # which callers know that can choose
+        near = difflib.get_close_matches(schedule.lower(), asked, n=1)
         hint = f' (did you mean "{near[0]}"?)' if near else ""
         raise ScheduleError(f'schedule "{schedule}" is unknown{hint}; there are {", ".join(NAMES)}, or a .csv file')
     return SCHEDULES[schedule].orders(stage_ranks, num_ranks, num_chunks)

@@ -44,7 +44,11 @@ def test_a_good_file_survives_the_wire_unchanged():
     ("before", "after", "told"),
     [
         ("  chunks: 8", "  chunk: 8", ["pipeline.chunk: unknown field (job.yaml:7:3)", 'did you mean "chunks"?']),
-        ("  chunks: 8", '  chunks: "8"', ["pipeline.chunks: input should be a valid integer, not '8' (job.yaml:7:11)"]),
+        (
+            "  chunks: 8",
+            '  chunks: "8"',
+            ['pipeline.chunks: is "8"; give a whole number of at least 1, or auto (job.yaml:7:11)'],
+        ),
         (
             "  chunks: 8",
             "  chunks: 0",
@@ -75,7 +79,25 @@ def test_a_good_file_survives_the_wire_unchanged():
             "  schedule: dualpipe-v\n  stages_per_rank: 2\n  chunks: 3",
             ["chunks is 3, but dualpipe-v on 2 ranks needs at least 4; write chunks: 4, or schedule: zb-v"],
         ),
-        ("  chunks: 8", "  chunks: 8\n  stages_per_rank: 3", ["stages_per_rank is 3, which does not divide stages: 4"]),
+        (
+            "  chunks: 8",
+            "  chunks: 8\n  stages_per_rank: 3",
+            ["stages_per_rank is 3, which does not divide stages: 4 (job.yaml:8:20)"],
+        ),
+        *(
+            (
+                "  chunks: 8",
+                f"  stages_per_rank: {given}",
+                ["error: pipeline.stages_per_rank: is ", "; give a whole number of at least 1, or a list of one such"],
+            )
+            for given in ("[2, x]", "[]", "[0, 4]", "two", "2.5", "true")
+        ),
+        ("  chunks: 8", "  stages_per_rank: auto", ["`pipectl plan` compares other numbers on as many ranks"]),
+        (
+            "train: {steps: 3}",
+            "train: {steps: 3}\nobserve: {trace_steps: [7]}",
+            ["observe.trace_steps names step 7, but steps are 0 to 2 (job.yaml:9:24)"],
+        ),
         ("  chunks: 8", "  split: [a, b]", ["split names 2 places where a stage begins, but 4 stages need 3"]),
         ("  chunks: 8", "  buckets: {cap: lots}", ["pipeline.buckets.cap", '"25MiB"']),
         ("  chunks: 8", "  split: [a, b, a]", ['pipeline.split: "a" is named twice']),
@@ -299,3 +321,10 @@ def test_what_only_training_has_is_refused_beside_a_schedule_file_of_forwards_al
     for backward in ("0B0,0B1", "0I0,0I1", "0W0,0W1"):
         assert jobspec.schedule_misfit(job, f"0F0,0F1,{backward}\n1F0,1F1\n") is None
     assert "pipeline.chunks" in jobspec.schedule_misfit(job, "0F0\n1F0\n")
+
+
+def test_speeds_are_one_per_rank_of_a_schedule_file():
+    sets = ("pipeline.schedule=mine.csv", "pipeline.stages=2", "pipeline.chunks=1", "pipeline.balance.speeds=[1, 2]")
+    told = ("pipeline.balance.speeds", "has 2 numbers, but mine.csv has lines for 1; give one number per rank")
+    assert jobspec.schedule_misfit(load(GOOD, *sets), "0F0,1F0,1B0,0B0\n") == told
+    assert jobspec.schedule_misfit(load(GOOD, *sets), "0F0,0B0\n1F0,1B0\n") is None

@@ -131,6 +131,15 @@ def test_fewer_rows_than_chunks_are_refused_before_any_compute():
         run.step((x,), {}, target)
 
 
+def test_a_chunk_of_fewer_rows_than_the_model_takes_is_refused_with_the_batch_that_would_do():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    pipe = stagekit.pipeline(model, (torch.randn(3, WIDTH),), loss_fn=mean_square, stages=1, chunks=4)
+    x, target = batch(5)
+    told = r"5 rows in 4 chunks make a chunk of 1, .* for 2..∞ rows .*; give at least 8 rows or fewer chunks"
+    with pytest.raises(ShapeError, match=told):
+        run_local(pipe, x, target=target)
+
+
 def test_a_batch_without_rows_is_refused_with_the_number_that_would_do():
     x, target = batch(0)
     with pytest.raises(ShapeError, match="a batch of 0 rows: there is nothing to compute; give at least 4, one per"):
