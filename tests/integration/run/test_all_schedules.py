@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import stagekit
+from stagekit.api import capture_model, plan_pipeline
 from stagekit.plan.schedules.registry import NAMES
 from stagekit.run.shm.setup import VARIABLE
 from stagekit.testing import spawn
@@ -33,12 +33,12 @@ def batch():
 
 def every_schedule(rank):
     x, target = batch()
-    found = {}
+    found, captured = {}, capture_model(build, (x[:3],), seed=SEED)
     for schedule in SCHEDULES:
         per_rank = PER_RANK.get(schedule, 1)
-        pipe = stagekit.pipeline(
-            build, (x[:3],), loss_fn=mean_square, stages=2 * per_rank, stages_per_rank=per_rank, chunks=CHUNKS,
-            schedule=schedule, split="layers", seed=SEED,
+        pipe = plan_pipeline(
+            captured, loss_fn=mean_square, stages=2 * per_rank, stages_per_rank=per_rank, chunks=CHUNKS,
+            schedule=schedule, split="layers", seed=SEED, measured=False,
         )  # fmt: skip
         for transport in TRANSPORTS:
             os.environ[VARIABLE] = transport

@@ -10,6 +10,7 @@ import stagekit
 from stagekit.testing import spawn
 
 ROWS, CHUNKS = 10, 4
+CASES = [("1f1b", 1), ("zb-v", 2)]
 
 
 class Classifier(nn.Module):
@@ -67,6 +68,21 @@ def train_and_evaluate(rank, schedule, stages_per_rank):
     return found
 
 
+def everything(rank):
+    """What two ranks show, in one pair of processes."""
+    trained = {case: train_and_evaluate(rank, *case) for case in CASES}
+    return {
+        **trained,
+        "without targets": score_without_targets(rank),
+        "empty stages": score_with_empty_stages(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def both():
+    return spawn(everything, 2, timeout_s=120.0)
+
+
 def score_without_targets(rank):
     pipe = stagekit.pipeline(
         Classifier, (batch(1)[0][:3],), loss_fn=loss_of, stages=2, chunks=CHUNKS, schedule="1f1b", seed=3
@@ -76,9 +92,9 @@ def score_without_targets(rank):
     return [(result.loss, result.output) for result in scored], run.state_dict()
 
 
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("zb-v", 2)])
-def test_evaluation_between_steps_scores_as_the_model_in_eval_mode(schedule, stages_per_rank):
-    ranks = spawn(train_and_evaluate, 2, schedule, stages_per_rank)
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), CASES)
+def test_evaluation_between_steps_scores_as_the_model_in_eval_mode(both, schedule, stages_per_rank):
+    ranks = [found[schedule, stages_per_rank] for found in both]
     last = 1 if stages_per_rank == 1 else 0  # V-shaped: the last stage lies on the first rank
     model = Classifier().eval()
     x, target = batch(7)
@@ -97,8 +113,8 @@ def test_evaluation_between_steps_scores_as_the_model_in_eval_mode(schedule, sta
     assert first[1][0] == pytest.approx(float(loss_of(expected, target)), rel=1e-5)
 
 
-def test_a_batch_is_scored_without_a_target_and_in_other_sizes():
-    (_, first_state), (scored, state) = spawn(score_without_targets, 2)
+def test_a_batch_is_scored_without_a_target_and_in_other_sizes(both):
+    (_, first_state), (scored, state) = (found["without targets"] for found in both)
     model = Classifier().eval()
     model.load_state_dict(first_state | state)
     for (loss, output), (seed, rows) in zip(scored, ((1, ROWS), (2, 7)), strict=True):
@@ -136,9 +152,9 @@ def score_with_empty_stages(rank):
     return found
 
 
-def test_stages_that_do_nothing_in_eval_mode_are_passed():
+def test_stages_that_do_nothing_in_eval_mode_are_passed(both):
     for (loss, output, state), (other_loss, other_output, other_state) in zip(
-        *spawn(score_with_empty_stages, 2), strict=True
+        *(found["empty stages"] for found in both), strict=True
     ):
         model, (x, target) = layers(), batch(7)
         model.load_state_dict(state | other_state)
