@@ -79,11 +79,11 @@ class Cluster:
         for _ in range(nodes):
             self.add_node(slots)
 
-    def add_node(self, slots: int) -> Daemon:
+    def add_node(self, slots: int, *more: str) -> Daemon:
         """Start one more node daemon."""
         name = f"node{len(self.nodes)}"
         flags = ["--coordinator", self.address, "--name", name, "--metrics", "127.0.0.1:0"]
-        arguments = ["node", *flags, "--slots", str(slots), "--stop-workers-on-exit"]
+        arguments = ["node", *flags, "--slots", str(slots), "--stop-workers-on-exit", *more]
         self.nodes.append(Daemon(self.folder, name, arguments))
         return self.nodes[-1]
 
@@ -109,7 +109,11 @@ class Cluster:
 
     def markers(self) -> set[str]:
         """Return PIPED_SHIM=… of every attempt that the nodes keep."""
-        files = self.folder.glob("node*/attempts/*/attempt.json")
+        return self.markers_on("node*")
+
+    def markers_on(self, name: str) -> set[str]:
+        """Return the same of the nodes whose names fit the pattern."""
+        files = self.folder.glob(f"{name}/attempts/*/attempt.json")
         return {f"PIPED_SHIM={json.loads(file.read_text())['marker']}" for file in files}
 
     def addresses(self) -> set[str]:
