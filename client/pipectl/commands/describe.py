@@ -9,6 +9,13 @@ from pipectl import output
 from pipectl.api import Coordinator
 from pipectl.context import coordinator_address
 
+_ON_NODES = (
+    jobs_pb2.JOB_STATE_STARTING,
+    jobs_pb2.JOB_STATE_RUNNING,
+    jobs_pb2.JOB_STATE_PREEMPTING,
+    jobs_pb2.JOB_STATE_CANCELLING,
+)
+
 
 @click.command()
 @click.argument("job")
@@ -21,7 +28,7 @@ def describe(coordinator: str | None, job: str) -> None:
     if found.state == jobs_pb2.JOB_STATE_FAILED and found.attempt:
         request = jobs_pb2.FailureReportRequest(job=found.job_id)
         show_report(api.call(api.jobs.FailureReport, request))
-    if found.state in (jobs_pb2.JOB_STATE_STARTING, jobs_pb2.JOB_STATE_RUNNING, jobs_pb2.JOB_STATE_CANCELLING):
+    if found.state in _ON_NODES:
         _warn_of_silent_nodes(found, api.nodes())
 
 

@@ -59,11 +59,16 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
 
     async def Validate(self, request: jobs_pb2.ValidateRequest, _context: object) -> jobs_pb2.ValidateResponse:
         spec = self._checked(request.spec)
-        nodes = self._engine.state.nodes.values()
-        if placement.can_ever_fit(spec, nodes):
-            return jobs_pb2.ValidateResponse()
-        _, reason = placement.place(spec, nodes, {})
-        return jobs_pb2.ValidateResponse(warnings=[f"the job would wait: {reason}"])
+        state, warnings = self._engine.state, []
+        quota = state.quotas.get(spec.tenant)
+        if quota is not None and spec.world_size > quota:
+            warnings.append(
+                f"the job would wait: it needs {spec.world_size} slots, tenant {spec.tenant} may hold {quota}"
+            )
+        if not placement.can_ever_fit(spec, state.nodes.values()):
+            _, reason = placement.place(spec, state.nodes.values(), {})
+            warnings.append(f"the job would wait: {reason}")
+        return jobs_pb2.ValidateResponse(warnings=warnings)
 
     async def Submit(self, request: jobs_pb2.SubmitRequest, _context: object) -> jobs_pb2.SubmitResponse:
         spec = self._checked(request.spec)

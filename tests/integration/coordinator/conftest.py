@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ def served(tmp_path: Path) -> Served:
     """Return a context manager that serves an empty coordinator and gives its process and a client."""
 
     @asynccontextmanager
-    async def serve(**settings: float) -> AsyncIterator[tuple[CoordinatorProcess, Client]]:
+    async def serve(**settings: Any) -> AsyncIterator[tuple[CoordinatorProcess, Client]]:
         coordinator = CoordinatorProcess(tmp_path / "state", **settings)
         await coordinator.start()
         client = Client(coordinator.address)

@@ -30,13 +30,13 @@ OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 PROGRAM = """
-import asyncio, sys
+import asyncio, json, sys
 from pathlib import Path
 from piped.config import CoordinatorConfig
 from piped.coordinator.server import run
 listen, beat_s, ttl_s = sys.argv[2], *map(float, sys.argv[3:5])
 config = CoordinatorConfig(Path(sys.argv[1]), listen=listen, http="127.0.0.1:0", health="127.0.0.1:0", beat_s=beat_s,
-                           lease_ttl_s=ttl_s)
+                           lease_ttl_s=ttl_s, quotas=tuple(json.loads(sys.argv[5]).items()))
 sys.exit(asyncio.run(run(config)))
 """
 
@@ -61,6 +61,7 @@ class CoordinatorProcess:
     state_dir: Path
     beat_s: float = 0.2
     lease_ttl_s: float = 1.0
+    quotas: dict[str, int] = field(default_factory=dict)
     address: str = "127.0.0.1:0"
     process: asyncio.subprocess.Process | None = None
     endpoints: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class CoordinatorProcess:
         times = [str(each) for each in (self.beat_s, self.lease_ttl_s)]
         with (self.state_dir.parent / f"{self.state_dir.name}.log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", PROGRAM, str(self.state_dir), self.address, *times),
+                *(sys.executable, "-c", PROGRAM, str(self.state_dir), self.address, *times, json.dumps(self.quotas)),
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from pipeapi.v1 import cluster_pb2, nodes_pb2
+from pipeapi.v1 import cluster_pb2, jobs_pb2, nodes_pb2
 from tests.integration.coordinator.conftest import Served
-from tests.integration.coordinator.scripted import ScriptedNode, spec, until
+from tests.integration.coordinator.scripted import DEADLINE_S, ScriptedNode, spec, until
 
 
 async def pipectl(address: str, *arguments: str) -> tuple[int, str]:
@@ -67,6 +67,23 @@ def test_a_held_job_waits_until_it_is_released_and_a_higher_priority_makes_room(
                 await client.until_state(urgent, "RUNNING")
                 assert "next in line, after urgent" in (await client.job(first)).pending_reason
                 assert (await client.job(second)).pending_reason == "waits behind first"
+
+    asyncio.run(scenario())
+
+
+def test_a_tenant_at_its_quota_waits_and_is_warned_before(served: Served) -> None:
+    async def scenario() -> None:
+        async with (
+            served(quotas={"ann": 1}) as (coordinator, client),
+            ScriptedNode(coordinator.address, "n1", num_slots=4).running(),
+        ):
+            await until(client.nodes, "a node")
+            large = spec("large", tenant="ann")
+            reply = await client.jobs.Validate(jobs_pb2.ValidateRequest(spec=large), timeout=DEADLINE_S)
+            assert list(reply.warnings) == ["the job would wait: it needs 2 slots, tenant ann may hold 1"]
+            job_id = (await client.submit(large, "r1")).job_id
+            assert (await client.job(job_id)).pending_reason == "needs 2 slots, tenant ann may hold 1 and holds 0"
+            await client.until_state((await client.submit(spec("other"), "r2")).job_id, "RUNNING")
 
     asyncio.run(scenario())
 
