@@ -59,6 +59,10 @@ def bind_drained(wiring: Wiring, index: int) -> Callable[[], None] | None:
             return drained_backward(wiring, index, action.op, stage, chunk, is_last=is_last)
         case Op.W:
             return drained_weights(wiring, stage, chunk, is_last=completes(wiring, index))
+        case Op.REDUCE:
+            return lambda: wiring.reductions.finish(stage, is_drained=True)
+        case Op.TIE_SUM:
+            return lambda: wiring.reductions.tie_sum(chunk, is_drained=True)
     return None
 
 

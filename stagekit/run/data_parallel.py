@@ -4,13 +4,17 @@ A reducer is armed for a stage's last chunk only: hooks count each bucket's grad
 (its weight half: the stage does, weight by weight), and a complete bucket's all-reduce is launched at once, strictly in
 bucket order, so that every rank has the same order of collectives. The compiled submodule of the next bucket computes
 meanwhile.
+
+Note [Frozen]: a parameter that a caller froze after deploy has no gradient and gets none; its place in a bucket carries
+zeros. What is summed last says of each parameter whether it is frozen: where it still trains, a replica that froze it is
+an error.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from time import monotonic_ns
 from typing import Any
 
@@ -36,6 +40,9 @@ class Reducer:
     def begin(self) -> None:
         """A step begins: keep what earlier ones left anywhere but in the parameters' gradients, in case it fails."""
 
+    def check_trained(self) -> None:
+        """As a step begins, after `begin`: raise UserError where what trains can't be summed."""
+
     def arm(self) -> None:
         """The next backward is the stage's last of the step."""
 
@@ -53,6 +60,9 @@ class Reducer:
 
     def finish(self) -> None:
         """Block until the sums are in the parameters' gradients."""
+
+    def check(self) -> None:
+        """After `finish`: raise UserError where replicas summed what does not belong together."""
 
     def drop(self) -> None:
         """Forget what a failed step left anywhere but in the parameters' gradients: there it is as `begin` found it."""
@@ -107,6 +117,7 @@ class BucketReducer(Reducer):
         self._group = group
         self._sent_as = COMPRESSIONS.get(compress)
         self._buckets = [[parameters[name] for name in bucket.parameters] for bucket in spec.buckets]
+        self._names = [name for bucket in spec.buckets for name in bucket.parameters]
         self._armed = False
         self._flying: list[tuple[Any, Tensor, int]] = []
         for number, bucket in enumerate(self._buckets):
@@ -127,7 +138,7 @@ class BucketReducer(Reducer):
     def arm(self) -> None:
         """The next backward is this stage's last of the step."""
         self._armed = True
-        self._missing = [len(bucket) for bucket in self._buckets]
+        self._missing = [sum(parameter.requires_grad for parameter in bucket) for bucket in self._buckets]
         self._flying = []
 
     @property
@@ -157,10 +168,18 @@ class BucketReducer(Reducer):
             self._launch(self._buckets[len(self._flying)])
 
     def _launch(self, bucket: Sequence[nn.Parameter]) -> None:
+        parts = []
         for parameter in bucket:
-            if parameter.grad is None:  # unused in every chunk: zero, as on the replicas that did use it
-                parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([parameter.grad.reshape(-1) for parameter in bucket if parameter.grad is not None])
+            gradient = parameter.grad
+            if gradient is None:  # unused in every chunk: zero, as on the replicas that did use it
+                gradient = torch.zeros_like(parameter)
+                if parameter.requires_grad:
+                    parameter.grad = gradient
+            parts.append(gradient.reshape(-1))
+        if len(self._flying) == len(self._buckets) - 1:
+            frozen = [float(is_frozen(parameter)) for bucket in self._buckets for parameter in bucket]
+            parts.append(parts[0].new_tensor(frozen))  # Note [Frozen]
+        flat = torch.cat(parts)
         if self._sent_as is not None and flat.is_floating_point():
             flat = flat.to(self._sent_as)
         started = monotonic_ns()
@@ -195,31 +214,70 @@ class BucketReducer(Reducer):
             if self.recorder is not None:
                 self.recorder.reduce.append((self._stage, number, started, ended))
                 self.recorder.reduce_wait_ns[self._stage] = waited
-            for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
-                assert parameter.grad is not None
-                parameter.grad.copy_(part.view_as(parameter.grad))
+            sizes = [parameter.numel() for parameter in bucket]
+            for parameter, part in zip(bucket, torch.split(flat[: sum(sizes)], sizes), strict=True):
+                if parameter.grad is not None:
+                    parameter.grad.copy_(part.view_as(parameter.grad))
+
+    def check(self) -> None:
+        """Raise UserError for a parameter that trains here and not on all replicas."""
+        parameters = (parameter for bucket in self._buckets for parameter in bucket)
+        frozen = self._flying[-1][1][-len(self._names) :].tolist()
+        for name, parameter, elsewhere in zip(self._names, parameters, frozen, strict=True):
+            if elsewhere and not is_frozen(parameter):
+                raise UserError(
+                    f"{name} (stage {self._stage}) was frozen on some replicas and trains on others, whose weights would no "
+                    "longer be equal; call requires_grad_ on every replica alike"
+                )
+
+
+def is_frozen(parameter: nn.Parameter) -> bool:
+    """Say whether a parameter takes no part in a sum: it does not train, and no earlier step left it a gradient."""
+    return not parameter.requires_grad and parameter.grad is None
 
 
 class TieGroup:
     """Copies of the same weights on several stages: their gradients are summed, on this rank and over ranks."""
 
-    def __init__(self, copies: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup | None) -> None:
-        self._copies, self._group = copies, group  # per weight, its copies on this rank
+    def __init__(self, copies: Mapping[str, Sequence[nn.Parameter]], group: dist.ProcessGroup | None) -> None:
+        """`copies`: per weight those on this rank."""
+        self._copies, self._group = copies, group
+        self._is_over = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._is_over = False
 
     def finish(self) -> None:
-        """Block until every copy's gradient is the sum over all copies."""
-        for copies in self._copies:
-            total = torch.zeros(copies[0].shape, dtype=copies[0].dtype, device=copies[0].device)
-            for copy in copies:
-                if copy.grad is not None:
-                    total += whole(copy.grad)
-            if self._group is not None:
-                try:
-                    dist.all_reduce(total, group=self._group)
-                except RuntimeError as error:
-                    raise PeerError(f"gradient sum of a tied weight: {error}") from error
-            for copy in copies:
-                copy.grad = like(total.clone(), copy)
+        """Block until every copy's gradient is the sum over all copies, unless it is. Raises PeerError, and at last UserError
+        where only some copies of a weight are frozen.
+        """
+        if self._is_over:
+            return
+        mixed = [name for name, copies in self._copies.items() if self._is_mixed(copies)]
+        self._is_over = True
+        if mixed:
+            raise UserError(
+                f"{mixed[0]} is tied over stages, and only some of its copies were frozen; freeze all or none"
+            )
+
+    def _is_mixed(self, copies: Sequence[nn.Parameter]) -> bool:
+        """Sum one weight's gradients; say whether some copies are frozen, and some of this rank not."""
+        first = copies[0]
+        total = torch.zeros(first.numel() + 1, dtype=first.dtype, device=first.device)
+        for copy in copies:
+            if copy.grad is not None:
+                total[:-1] += whole(copy.grad).reshape(-1)
+        total[-1] = float(any(map(is_frozen, copies)))  # Note [Frozen]
+        if self._group is not None:
+            try:
+                dist.all_reduce(total, group=self._group)
+            except RuntimeError as error:
+                raise PeerError(f"gradient sum of a tied weight: {error}") from error
+        for copy in copies:
+            if not is_frozen(copy):
+                copy.grad = like(total[:-1].view(copy.shape).clone(), copy)
+        return bool(total[-1]) and not all(map(is_frozen, copies))
 
 
 def whole(value: Tensor) -> Tensor:
@@ -240,7 +298,10 @@ class GradientSums:
         reducers: Mapping[int, Reducer],
         ties: Mapping[int, TieGroup],
         parameters: Sequence[nn.Parameter],
+        frozen: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
+        """`parameters` train. `frozen`: those of a pipeline made without their gradients."""
+        self._frozen = tuple(frozen)
         self._reducers, self._ties = dict(reducers), dict(ties)
         self._parameters = list(parameters)
         self._sums = bool(reducers or ties)  # something is summed over ranks: only what was not summed before may be
@@ -270,15 +331,19 @@ class GradientSums:
     def begin(self) -> None:
         """Keep what `.grad` holds, in case the step fails; set it aside where it is summed already.
 
-        Raises UserError where what is summed and what is not would end in one gradient.
+        Raises UserError where what is summed and what is not would end in one gradient, and for a parameter that began to
+        train: no stage sends what its gradient needs.
         """
         for reducer in self._reducers.values():
             reducer.begin()
+        for tie in self._ties.values():
+            tie.begin()
         held = [parameter.grad for parameter in self._parameters]
         if self._sets_aside:
             self._earlier = held
             for parameter in self._parameters:
                 parameter.grad = None
+            self._check_trained()
             return
         self._earlier = [None if grad is None else grad.clone() for grad in held]
         if self._sums and not self._is_due and any(grad is not None and bool(grad.any()) for grad in held):
@@ -286,6 +351,17 @@ class GradientSums:
                 "a step without synchronisation would add to gradients that are summed over replicas or tied stages already, "
                 "which would be summed again; zero the gradients first"
             )
+        self._check_trained()
+
+    def _check_trained(self) -> None:
+        for reducer in self._reducers.values():
+            reducer.check_trained()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UserError(
+                    f"{name} was frozen when the model was captured, and now requires grad; make the pipeline with it "
+                    "training, and freeze it after deploy"
+                )
 
     @property
     def _sets_aside(self) -> bool:
@@ -332,12 +408,15 @@ class GradientSums:
         if self._now and stage in self._reducers:
             self._reducers[stage].abandon()
 
-    def finish(self, stage: int) -> None:
-        """Block until the gradients of `stage` are summed over its replicas."""
+    def finish(self, stage: int, *, is_drained: bool = False) -> None:
+        """Block until the gradients of `stage` are summed over its replicas. `is_drained`: the step failed already."""
         if self._now:
             self._reducers[stage].finish()
+            if not is_drained:
+                self._reducers[stage].check()
 
-    def tie_sum(self, group: int) -> None:
-        """Block until tie group number `group` is summed."""
+    def tie_sum(self, group: int, *, is_drained: bool = False) -> None:
+        """Block until tie group number `group` is summed, unless it is. `is_drained`: the step failed already."""
         if self._now:
-            self._ties[group].finish()
+            with suppress(UserError) if is_drained else nullcontext():
+                self._ties[group].finish()

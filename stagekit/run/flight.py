@@ -47,11 +47,11 @@ class Reductions(Protocol):
         """The step failed: join the collectives that the last backward of `stage` would have launched."""
         ...
 
-    def finish(self, stage: int) -> None:
+    def finish(self, stage: int, *, is_drained: bool = False) -> None:
         """Block until the gradients of `stage` are summed over its replicas."""
         ...
 
-    def tie_sum(self, group: int) -> None:
+    def tie_sum(self, group: int, *, is_drained: bool = False) -> None:
         """Block until the gradients of tie group number `group` are summed over its stages."""
         ...
 

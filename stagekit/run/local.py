@@ -55,7 +55,7 @@ class LocalRun:
         if plan.compile != "eager":
             compile_stages(self._runners, plan.model, plan.compile, device, None, options.compiled)
         parameters = [p for runner in self._runners.values() for p in runner.module.parameters() if p.requires_grad]
-        ties = dict(enumerate(TieGroup([], None) for _ in routes_of(plan.model).ties))  # summed after the walk
+        ties = dict(enumerate(TieGroup({}, None) for _ in routes_of(plan.model).ties))  # summed after the walk
         self._sums = GradientSums({}, ties, parameters if plan.trains else [])
         self.step_number = 0
 
@@ -127,7 +127,7 @@ class LocalRun:
         for stages in routes_of(self._plan.model).ties:
             modules = {stage: dict(self._runners[stage].module.named_parameters()) for stage in stages}
             names = tied_names(self._plan.model, stages)
-            TieGroup([[modules[stage][name] for stage in stages] for name in names], None).finish()
+            TieGroup({name: [modules[stage][name] for stage in stages] for name in names}, None).finish()
 
     def _named(self, of: Callable[[nn.Module], Any]) -> dict[str, Any]:
         return {name: value for runner in self._runners.values() for name, value in of(runner.module)}
@@ -144,5 +144,5 @@ class LocalRun:
 class _NoSums(GradientSums):
     """Ties are summed after the walk, when every rank's gradients exist."""
 
-    def tie_sum(self, group: int) -> None:
+    def tie_sum(self, group: int, *, is_drained: bool = False) -> None:
         """Nothing yet."""

@@ -382,10 +382,11 @@ class Run:
             group = self.groups.subgroup(ranks)
             if self.rank in ranks:
                 names = tied_names(self.plan.model, stages)
-                copies = [[parameters[s][name] for s in stages if s in parameters] for name in names]
+                copies = {name: [parameters[s][name] for s in stages if s in parameters] for name in names}
                 ties[number] = TieGroup(copies, group)
-        everything = [p for by_name in parameters.values() for p in by_name.values() if p.requires_grad]
-        return GradientSums(reducers, ties, everything)
+        everything = [pair for by_name in parameters.values() for pair in by_name.items()]
+        trained = [p for _, p in everything if p.requires_grad]
+        return GradientSums(reducers, ties, trained, [pair for pair in everything if not pair[1].requires_grad])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under the unsplit model's names."""

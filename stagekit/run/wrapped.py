@@ -68,6 +68,20 @@ def reducer_of(stage: int, made: nn.Module, module: nn.Module, mesh: DeviceMesh)
     return {}
 
 
+def trained_names(module: Any) -> frozenset[str]:
+    """Return the parameters of a stage that train."""
+    return frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def check_still_training(stage: int, module: Any, trained: frozenset[str], wrapper: str) -> None:
+    """Raise UserError for a parameter that was frozen after deploy, which torch's wrappers don't know."""
+    if frozen := trained - trained_names(module):
+        raise UserError(
+            f"{min(frozen)} (stage {stage}) was frozen after parallelize gave it to {wrapper}, which goes on to sum it; freeze "
+            "it before the pipeline is deployed, or train without parallelize"
+        )
+
+
 class WholeCopy:
     """A stage's parameters and buffers to evaluate on, where its parameters are shards: whole only while `filled`."""
 
@@ -112,8 +126,21 @@ class ShardedReducer(Unhalved):
     def __init__(self, stage: int, module: FSDPModule) -> None:
         super().__init__(stage)
         self._module = module
+        self._trained = trained_names(module)
         self._earlier: dict[Any, tuple[Tensor | None, Tensor | None]] = {}  # by FSDPParam, what is not summed yet
         self._keep(gathered=True)
+
+    def begin(self) -> None:
+        """Keep the gradients that earlier steps did not sum."""
+        super().begin()
+        self._earlier = {
+            each: (_copied(each.unsharded_param.grad), _copied(each.unsharded_accumulated_grad))
+            for each in self._whole()
+        }
+
+    def check_trained(self) -> None:
+        """Raise UserError for a parameter that was frozen meanwhile."""
+        check_still_training(self._stage, self._module, self._trained, "fully_shard")
 
     def _keep(self, *, gathered: bool) -> None:
         self._module.set_requires_gradient_sync(not gathered)
@@ -132,14 +159,6 @@ class ShardedReducer(Unhalved):
         """Yield the parameters that were gathered once: steps without synchronisation leave their gradients there."""
         for group in self._groups():
             yield from (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
-
-    def begin(self) -> None:
-        """Keep the gradients that earlier steps did not sum."""
-        super().begin()
-        self._earlier = {
-            each: (_copied(each.unsharded_param.grad), _copied(each.unsharded_accumulated_grad))
-            for each in self._whole()
-        }
 
     def _gather(self) -> None:
         """Gather the parameters, those of nested `fully_shard` too: in one order, whatever ran before."""
@@ -181,12 +200,17 @@ class WrappedReducer(Unhalved):
     def __init__(self, stage: int, module: DistributedDataParallel, replicas: int) -> None:
         super().__init__(stage)
         self._module, self._replicas = module, replicas
+        self._trained = trained_names(module.module)
         self._parameters = [p for p in module.module.parameters() if p.requires_grad]
         self._missing: set[nn.Parameter] = set()
         self._is_armed = False
         module.require_backward_grad_sync = False  # as inside no_sync
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._seen)
+
+    def check_trained(self) -> None:
+        """Raise UserError for a parameter that was frozen meanwhile."""
+        check_still_training(self._stage, self._module.module, self._trained, "DistributedDataParallel")
 
     def _seen(self, parameter: Tensor) -> None:
         if self._is_armed:
@@ -214,7 +238,12 @@ class WrappedReducer(Unhalved):
             self.arm()
         if self._missing:
             missing = [parameter for parameter in self._parameters if parameter in self._missing]
+            frozen = [parameter for parameter in missing if not parameter.requires_grad]  # the step is refused
+            for parameter in frozen:
+                parameter.requires_grad_(True)
             torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+            for parameter in frozen:
+                parameter.requires_grad_(False)
         self._is_armed = False
         for parameter in self._parameters:
             if parameter.grad is not None:
