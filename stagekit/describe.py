@@ -29,7 +29,7 @@ from stagekit.errors import ScheduleError, SplitError, StagekitError, UserError,
 from stagekit.graph.capture.precision import FP32
 from stagekit.graph.compile.compilers import check_backend
 from stagekit.load import check_evaluation, check_mode, load_program, schedule_file
-from stagekit.plan.plan import check_per_rank
+from stagekit.plan.plan import Plan, check_per_rank
 from stagekit.plan.planner.candidates import AUTO
 from stagekit.plan.planner.report import as_document
 from stagekit.plan.split import Balanced, check_split, split_of
@@ -92,7 +92,8 @@ def _plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> d
     )
     told = getattr(program, "warnings", ())  # hf: programs have some; of another class it may be anything
     warnings = [str(text) for text in told] if isinstance(told, list) and not spec["weights"] else []
-    document = {"ok": True, "plan": json.loads(pipe.plan.to_json()), "picture": str(pipe.plan), "warnings": warnings}
+    picture = "\n".join([str(pipe.plan), *training_notes(spec["train"], pipe.plan)])
+    document = {"ok": True, "plan": json.loads(pipe.plan.to_json()), "picture": picture, "warnings": warnings}
     if not quick and pipe.plan.trains:
         question = Question(
             split,
@@ -104,6 +105,22 @@ def _plan_job(spec: dict[str, Any], source_dir: str | None, *, quick: bool) -> d
         )
         document["ranking"] = as_document(pipe.ranking or compared(captured, question, pipe.plan, pipe.node_costs))
     return document
+
+
+def training_notes(train: Mapping[str, Any], plan: Plan) -> list[str]:
+    """Return what `train` makes of the plan's numbers, which are one batch's, and of its equality to the bit."""
+    notes: list[str] = []
+    batches, precision = int(train.get("accumulate") or 1), train.get("precision") or FP32
+    if batches > 1:
+        batch_ms = plan.timeline.makespan * 1e3
+        notes.append(
+            f"times are those of one batch; a step is {batches} of them (train.accumulate): {batches * batch_ms:.1f} ms"
+        )
+    if precision != FP32:
+        notes.append(
+            f"bit-equal says whether losses and weights are those of one process under the same {precision} autocast"
+        )
+    return notes
 
 
 _NEEDED = ("program", "params", "pipeline", "train", "init", "weights")

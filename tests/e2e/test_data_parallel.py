@@ -185,5 +185,6 @@ def test_a_sample_of_replicas_train_as_one_process() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_replicas_train_as_one_process() -> None:
     check(every_case())
