@@ -46,7 +46,9 @@ def test_a_killed_worker_of_a_middle_stage_is_blamed_and_its_neighbours_are_not(
     assert (failure.reason, failure.rank, list(failure.stages)) == (jobs_pb2.FAILURE_REASON_SIGNALLED, 1, [1])
     assert "signal 9" in failure.message
     text = cluster.describe(job_id)
-    assert "SIGNALLED: rank 1 (stages [1]) on" in text and "PeerError" not in text
+    verdict, _, parts = text.partition("\nAttempt 1 failed")
+    assert "SIGNALLED: rank 1 (stages [1]) on" in verdict and "PeerError" not in verdict
+    assert "VICTIM of rank 1" in parts
     check_undisturbed(cluster, other_id, losses)  # side by side on the same nodes: left alone
 
 
