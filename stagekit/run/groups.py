@@ -34,6 +34,7 @@ CLOCK_ROUNDS = 8
 WAIT_TIMEOUT = timedelta(hours=1)  # the launcher gives up earlier
 _SPARE_NUMBERS = 64  # of groups that a caller may make while a pipeline is deployed, in `parallelize`
 _number = 0  # of the last group that this process made, see Note [Names of groups]
+_meshes: dict[tuple[object, ...], DeviceMesh] = {}  # by device type and ranks
 _used: Counter[str] = Counter()  # per prefix, so that no key of the store is used twice
 
 
@@ -146,13 +147,24 @@ class Groups:
 
     @functools.cached_property
     def replica_mesh(self) -> DeviceMesh:
-        """The ranks that hold this rank's stages, as a mesh of one dimension. First asked for on every rank alike."""
+        """The ranks that hold this rank's stages, as a mesh of one dimension. First asked for on every rank alike.
+
+        The same for every run of the process on these ranks, and not destroyed with one: torch keeps what it worked out for
+        a mesh, and takes it for every equal one, with the group of the first.
+        """
         if self._world is None:
             raise UserError(
                 "parallelize needs a process group; call stagekit.init() or torch.distributed.init_process_group"
             )
-        group = self.replicas or self._new_group([self._members[self.pipeline_rank]])
-        return DeviceMesh.from_group(group, self.comm_device.type, mesh_dim_names=("replicas",))
+        own = [self._members[self.pipeline_rank]]
+        ranks = own if self.replicas is None else dist.get_process_group_ranks(self.replicas)
+        key, alive = (self.comm_device.type, *ranks), dist.distributed_c10d._world.pg_map
+        if key in _meshes and _meshes[key].get_group() in alive:  # else the whole world was destroyed meanwhile
+            _next_number()  # as on ranks that make theirs now
+        else:
+            group = _numbered_group(ranks)
+            _meshes[key] = DeviceMesh.from_group(group, self.comm_device.type, mesh_dim_names=("replicas",))
+        return _meshes[key]
 
     def more_replicas(self, is_wanted: bool) -> dist.ProcessGroup | None:
         """Return another group of the ranks in `replicas`, whose collectives keep an order of their own, if any rank of
