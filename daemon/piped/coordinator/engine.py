@@ -16,13 +16,20 @@ import structlog
 
 from piped.core import effects as fx
 from piped.core import machine
-from piped.core.events import DrainDeadlinePassed, Event, PlacementDue, QuarantineEnded, StartDeadlinePassed
+from piped.core.events import (
+    DrainDeadlinePassed,
+    Event,
+    PlacementDue,
+    QuarantineEnded,
+    StartDeadlinePassed,
+    StoreRetried,
+)
 from piped.core.model import Record, State
 from piped.errors import BugError, PipedError, UnavailableError
 
 MAX_BATCH = 256
-_DEADLINE_RETRY_S = 1.0
-Deadline = StartDeadlinePassed | DrainDeadlinePassed | QuarantineEnded
+_RETRY_S = 1.0
+Deadline = StartDeadlinePassed | DrainDeadlinePassed | QuarantineEnded | StoreRetried
 log = structlog.get_logger("coordinator")
 
 
@@ -70,6 +77,7 @@ class Engine:
         self.state = state
         self.links: Links | None = None  # set by the composition root before `run`
         self.is_storing = True  # False while the disk refuses commits: nothing changes, running jobs go on
+        self.turned = asyncio.Event()  # set when that changes; its one reader clears it
         self._store = store
         self._inbox: asyncio.Queue[_Posted | None] = asyncio.Queue()  # None: no more will come
         self._deadlines: dict[Deadline, asyncio.TimerHandle] = {}
@@ -138,8 +146,9 @@ class Engine:
         try:
             if batch.state is not self.state:
                 await self._store.commit(self.state, batch.state, batch.records)
+                self._note_storing(True)
         except UnavailableError as error:
-            self.is_storing = False
+            self._note_storing(False)
             log.error("commit_failed", error=str(error), events=len(posted))
             for each in posted:
                 _fail(each, error)
@@ -148,13 +157,21 @@ class Engine:
             for each in posted:
                 _fail(each, UnavailableError("the coordinator stopped before this was confirmed; ask again"))
             raise
-        self.state, self.is_storing = batch.state, True
+        self.state = batch.state
         self._perform(batch.effects)
         for each in batch.accepted:
             if not each.done.done():
                 each.done.set_result(self.state)
         for each, refusal in batch.refused:
             _fail(each, refusal)
+
+    def _note_storing(self, is_storing: bool) -> None:
+        """When the disk refuses, have it tried until it takes something: an idle fleet may post nothing for hours."""
+        if is_storing is not self.is_storing:
+            self.is_storing = is_storing
+            self.turned.set()
+            if not is_storing:
+                self._arm(StoreRetried(), _RETRY_S)
 
     def _perform(self, effects: Iterable[fx.Effect]) -> None:
         for effect in effects:
@@ -187,9 +204,7 @@ class Engine:
         def decided(done: asyncio.Future[State]) -> None:
             is_refused = not done.cancelled() and isinstance(done.exception(), UnavailableError)
             if is_refused and event not in self._deadlines and not self._has_ended:
-                self._arm(
-                    event, _DEADLINE_RETRY_S
-                )  # the disk is full: without this there would be no deadline any more
+                self._arm(event, _RETRY_S)  # the disk is full: without this there would be no deadline any more
 
         self._deadlines[event] = asyncio.get_running_loop().call_later(after_s, passed)
 

@@ -88,10 +88,10 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig, store: stores.Store, state: State) -> None:
         self._config = config
         self._closing = Closing()
-        self._is_ready = False
+        self._is_open = False  # everything is bound, and nothing is ending
         self._engine = Engine(state, store)
         self._nodes, board, bulk = self._build_nodes(state)
-        self._http = HttpSide(self._engine, lambda: self._is_ready and self._engine.is_storing)
+        self._http = HttpSide(self._engine, lambda: self._is_ready)
         version = importlib.metadata.version("pipectl")
         self._http.registry.register(FleetCollector(self._engine, self._nodes, version))
         self._version = version
@@ -125,11 +125,15 @@ class Coordinator:
                 await self._open(opened)
                 running.append(tasks.create_task(self._nodes.tick_leases(), name="leases"))
                 running.append(tasks.create_task(_feed_watchdog(), name="watchdog"))
-                await self._set_ready(True)
+                self._is_open = True
+                await self._tell_health()
+                notify("READY=1")
+                running.append(tasks.create_task(self._follow_health(), name="health"))
                 await stop.wait()
                 log.info("stopping")
                 notify("STOPPING=1")
-                await self._set_ready(False)
+                self._is_open = False
+                await self._tell_health()
                 self._nodes.end_all()
                 self._closing.begin()
                 await opened.aclose()
@@ -166,12 +170,22 @@ class Coordinator:
         _write_atomically(self._config.state_dir / "endpoints.json", json.dumps(endpoints) + "\n")
         log.info("serving", **endpoints)
 
-    async def _set_ready(self, is_ready: bool) -> None:
-        self._is_ready = is_ready
-        serving = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+    @property
+    def _is_ready(self) -> bool:
+        return self._is_open and self._engine.is_storing
+
+    async def _tell_health(self) -> None:
+        serving = (
+            health_pb2.HealthCheckResponse.SERVING if self._is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
         await self._health.set("", serving)
-        if is_ready:
-            notify("READY=1")
+
+    async def _follow_health(self) -> None:
+        """Have grpc.health.v1 say what /readyz says, until cancelled."""
+        while True:
+            await self._engine.turned.wait()
+            self._engine.turned.clear()
+            await self._tell_health()
 
 
 async def _serve_http(app: web.Application, address: str, opened: contextlib.AsyncExitStack) -> str:
@@ -203,8 +217,11 @@ def _join(host: str, port: int) -> str:
 
 def _write_atomically(path: Path, text: str) -> None:
     partial = path.with_suffix(".part")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise NodeError(f"{path} can't be written ({error.strerror}); free space there") from error
 
 
 async def _feed_watchdog() -> None:

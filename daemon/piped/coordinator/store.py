@@ -60,8 +60,16 @@ class Store:
         self._db: sqlite3.Connection | None = None
 
     async def open(self, now_s: float) -> State:
-        """Create or open the file, count the epoch up, and return the state. Raises NodeError for a newer schema."""
-        return await self._call(self._open, now_s)
+        """Create or open the file, count the epoch up, and return the state.
+
+        Raises NodeError for a newer schema, a file that is no store and a disk that refuses.
+        """
+        try:
+            return await self._call(self._open, now_s)
+        except sqlite3.DatabaseError as error:
+            raise NodeError(
+                f"{self._path} can't be opened ({error}); free space in its directory, or put a backup in its place"
+            ) from error
 
     async def commit(self, before: State, after: State, records: Iterable[Record]) -> None:
         """Make `after` durable. Raises UnavailableError when the disk refuses; nothing is written then."""

@@ -128,6 +128,11 @@ class NodeDisconnected:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreRetried:
+    """The store refused a transaction a while ago, as on a full disk; this one shows whether it takes them again."""
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseExpired:
     node_id: str
     incarnation: int
@@ -252,6 +257,7 @@ Event = (
     | NodeRegistered
     | NodeDisconnected
     | LeaseExpired
+    | StoreRetried
     | StartDeadlinePassed
     | PlacementDue
     | Fact

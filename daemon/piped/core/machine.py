@@ -17,6 +17,7 @@ Rule = Callable[[Draft, Any], str]
 
 RULES: dict[type, Rule] = {
     events.CoordinatorStarted: nodes.coordinator_started,
+    events.StoreRetried: nodes.store_retried,
     events.JobSubmitted: requests.submit,
     events.CancelRequested: requests.cancel,
     events.HoldRequested: queue.hold,

@@ -110,6 +110,11 @@ def coordinator_started(draft: Draft, _event: events.CoordinatorStarted) -> str:
     return f"epoch {draft.epoch}"
 
 
+def store_retried(draft: Draft, _event: events.StoreRetried) -> str:
+    draft.record("store_writable", "it refused to be written and is written again")
+    return "store writable"
+
+
 def _refuse_strangers(draft: Draft, event: events.NodeRegistered) -> None:
     if event.cluster_id and event.cluster_id != draft.cluster_id:
         raise RegistrationRefused(

@@ -62,15 +62,36 @@ class CoordinatorProcess:
     beat_s: float = 0.2
     lease_ttl_s: float = 1.0
     quotas: dict[str, int] = field(default_factory=dict)
+    disk: str = ""  # e.g. "2m": the directory is a file system of this size, seen by the process alone; gone with it
     address: str = "127.0.0.1:0"
     process: asyncio.subprocess.Process | None = None
     endpoints: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def files(self) -> Path:
+        """The state directory as the process sees it."""
+        assert self.process is not None
+        return Path(f"/proc/{self.process.pid}/root{self.state_dir}") if self.disk else self.state_dir
+
     async def spawn(self) -> asyncio.subprocess.Process:
+        mounted: tuple[str, ...] = ()
+        if self.disk:
+            self.state_dir.mkdir(exist_ok=True)
+            mount = f'mount -t tmpfs -o size={self.disk} tmpfs "$0" && exec "$@"'
+            mounted = ("unshare", "--map-root-user", "--mount", "sh", "-c", mount, str(self.state_dir))
         times = [str(each) for each in (self.beat_s, self.lease_ttl_s)]
         with (self.state_dir.parent / f"{self.state_dir.name}.log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", PROGRAM, str(self.state_dir), self.address, *times, json.dumps(self.quotas)),
+                *(
+                    *mounted,
+                    sys.executable,
+                    "-c",
+                    PROGRAM,
+                    str(self.state_dir),
+                    self.address,
+                    *times,
+                    json.dumps(self.quotas),
+                ),
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"},
@@ -83,7 +104,7 @@ class CoordinatorProcess:
         def published() -> bool:
             assert process.returncode is None, self.log()
             with contextlib.suppress(FileNotFoundError):
-                self.endpoints = json.loads((self.state_dir / "endpoints.json").read_text())
+                self.endpoints = json.loads((self.files / "endpoints.json").read_text())
             return self.endpoints.get("pid") == process.pid
 
         await until(published, "the coordinator serves")

@@ -132,6 +132,33 @@ def test_a_start_deadline_that_a_full_disk_refused_comes_again():
     asyncio.run(scenario())
 
 
+def test_a_disk_that_has_room_again_is_found_out_though_nobody_asks_for_anything():
+    async def scenario():
+        async with running() as (engine, disk):
+            disk.is_full = True
+            with pytest.raises(UnavailableError):
+                await engine.post(submission())
+            disk.is_full = False
+            await until(lambda: engine.is_storing)
+            assert disk.num_commits == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_that_writes_nothing_is_no_sign_of_a_disk_with_room():
+    async def scenario():
+        async with running() as (engine, disk):
+            await engine.post(submission())
+            disk.is_full = True
+            with pytest.raises(UnavailableError):
+                await engine.post(submission("j2", name="second"))
+            with pytest.raises(ConflictError):
+                await engine.post(submission("j3"))
+            assert not engine.is_storing
+
+    asyncio.run(scenario())
+
+
 async def until(condition):
     end_s = time.monotonic() + 10
     while not condition():

@@ -148,6 +148,18 @@ def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_file_that_is_no_store_is_refused_and_named(tmp_path):
+    (tmp_path / "coordinator.db").write_bytes(b"something else, longer than a page header of SQLite" * 100)
+
+    async def scenario():
+        store = Store(tmp_path)
+        with pytest.raises(NodeError, match=r"coordinator\.db can't be opened \(file is not a database\)"):
+            await store.open(5.0)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_store_of_the_first_version_is_migrated_and_its_copy_is_kept(tmp_path):
     db = sqlite3.connect(tmp_path / "coordinator.db")
     db.executescript(schema.TABLES + "PRAGMA user_version = 1;")

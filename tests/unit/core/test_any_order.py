@@ -47,6 +47,7 @@ FACTS = st.one_of(
     st.builds(events.WorkerLost, NODES, FENCES, RANKS),
     st.builds(events.AttemptEmptied, NODES, FENCES),
     st.builds(events.StartDeadlinePassed, FENCES),
+    st.builds(events.StoreRetried),
 )
 
 
