@@ -11,7 +11,8 @@ worker → shim → daemon (an inherited socketpair whose number is in PIPED_FD,
     metrics    {samples: [{name, labels, value} | {name, labels, buckets, sum, exemplars?}]}   cumulative, once a second and at
                exit; buckets: len(BUCKETS_S) + 1 counts, each of its own bucket alone, the last for +Inf; exemplars:
                [[bucket, step, chunk, value]], the newest of each bucket
-    failed     {is_transport, is_numeric, peer_rank, message, traceback, step}     before exit 1
+    failed     {is_transport, is_numeric, peer_rank, message, traceback, step, peer_message, peer_traceback}     before exit 1;
+               the last two: what the peer told this rank of its own failure, else empty
     done       {step, loss}                    before exit 0: steps finished, the loss of the last
 
 daemon → shim → worker:

@@ -160,6 +160,8 @@ def _report_from_proto(failed: nodes_pb2.WorkerFailed) -> WorkerReport:
         is_transport=failed.is_transport,
         is_numeric=failed.is_numeric,
         peer_rank=failed.peer_rank,
+        peer_message=failed.peer_message,
+        peer_traceback=failed.peer_traceback,
     )
 
 

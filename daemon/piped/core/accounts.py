@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from piped.core.model import Attempt, Worker, WorkerState
+from piped.core.root_cause import with_quotes
 
 
 class Role(StrEnum):
@@ -34,7 +35,7 @@ class RankAccount:
 
 def of(attempt: Attempt) -> tuple[RankAccount, ...]:
     """Return the part of every rank, by rank."""
-    return tuple(_account(attempt, each) for each in attempt.workers)
+    return tuple(_account(attempt, each) for each in with_quotes(attempt).workers)
 
 
 def _account(attempt: Attempt, worker: Worker) -> RankAccount:

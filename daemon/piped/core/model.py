@@ -276,6 +276,8 @@ class WorkerReport:
     is_transport: bool = False  # a neighbour's death seen through the transport: a victim
     is_numeric: bool = False
     peer_rank: int = -1
+    peer_message: str = ""  # a victim's quote of what that rank told of its own failure; empty: it told nothing
+    peer_traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,23 @@
 Called whenever a fact reaches an attempt that stops because of a failure; the last call's answer is final.
 1 exits that a supervisor caused count for nothing; 2 a transport error is a victim, it points at its peer; 3 a lost
 rank outranks exceptions; 4 of the others the earliest by boot time if they share a host, else the one that victims
-point at, else a tie, which the text says; 5 only victims: the rank at the end of their pointing.
+point at, else a tie, which the text says; 5 only victims: the rank at the end of their pointing. A rank that was stopped
+before it reported is judged by what a victim quotes of it. A loss that is no number is every rank's: none is blamed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from piped.core.model import Attempt, Failure, FailureReason, Node, Worker, WorkerState
+from piped.core.model import Attempt, Failure, FailureReason, Node, Worker, WorkerReport, WorkerState
 
 START_TIMEOUT = "start_timeout"  # the stop_trigger's first word when the start deadline passed
 
 
 def judge(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
     """Return the verdict on `attempt` as far as it is known now."""
+    attempt = with_quotes(attempt)
     failed = [each for each in attempt.workers if each.has_failed and not _is_stopped(each)]
     lost = [each for each in failed if each.state is WorkerState.LOST]
     own = [each for each in failed if each.report is None or not each.report.is_transport]
@@ -33,6 +36,23 @@ def judge(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
     return _stopped_from_outside(attempt)
 
 
+def with_quotes(attempt: Attempt) -> Attempt:
+    """Return the attempt with what victims quote of ranks that were stopped before they reported, as their reports."""
+    told: dict[int, WorkerReport] = {}
+    for report in (each.report for each in attempt.workers):
+        if report is not None and report.peer_message:
+            quote = WorkerReport(report.peer_message, report.peer_traceback, report.step)
+            told.setdefault(report.peer_rank, quote)
+    workers = attempt.workers
+    return replace(attempt, workers=tuple(_with_quote(each, told.get(each.rank)) for each in workers))
+
+
+def _with_quote(worker: Worker, quote: WorkerReport | None) -> Worker:
+    if quote is None or worker.report is not None or worker.state is WorkerState.LOST:
+        return worker
+    return replace(worker, report=quote, failed_boottime_ns=0)  # when it failed, the quote does not tell
+
+
 def _is_stopped(worker: Worker) -> bool:
     """Return whether its end was ordered and it had reported no failure of its own."""
     return worker.by_supervisor and worker.report is None
@@ -41,14 +61,16 @@ def _is_stopped(worker: Worker) -> bool:
 def _first(attempt: Attempt, own: Sequence[Worker], victims: Sequence[Worker]) -> tuple[Worker, str]:
     """Return the worker to blame, and what has to be said about the certainty."""
     hosts = {attempt.placement[each.rank].node_id for each in own}
-    if len(hosts) == 1:
+    if all(each.report is not None and each.report.is_numeric for each in own):
+        return own[0], ""
+    if len(own) == 1 or (len(hosts) == 1 and all(each.failed_boottime_ns for each in own)):
         return min(own, key=lambda each: (each.failed_boottime_ns, each.rank)), ""
     pointed_at = {each.report.peer_rank for each in victims if each.report is not None}
     named = [each for each in own if each.rank in pointed_at]
     if len(named) == 1:
         return named[0], ""
     ranks = " and ".join(str(each.rank) for each in own)
-    return own[0], f" (ranks {ranks} failed on different hosts; which was first is not known)"
+    return own[0], f" (ranks {ranks} failed, on different hosts or untimed; which was first is not known)"
 
 
 def _blame(attempt: Attempt, worker: Worker, nodes: Mapping[str, Node], note: str = "") -> Failure:
@@ -57,6 +79,8 @@ def _blame(attempt: Attempt, worker: Worker, nodes: Mapping[str, Node], note: st
     if reason is FailureReason.NODE_LOST or _is_lost(nodes, place.node_id):
         reason = FailureReason.NODE_LOST
     report = worker.report
+    if reason is FailureReason.NUMERIC and report is not None:  # every rank sees the same sum
+        return Failure(reason, f"{message}{note}", step=report.step, traceback=report.traceback)
     return Failure(
         reason=reason,
         message=f"{message}{note}",

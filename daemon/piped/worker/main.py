@@ -11,16 +11,17 @@ import gc
 import os
 import signal
 import sys
-import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from piped.worker.link import Link, ShimGone
 
+if TYPE_CHECKING:
+    from stagekit.errors import RemoteError
+
 PR_SET_PDEATHSIG = 1
-FIRST_WORD_S = (
-    2.0  # all ranks learn of a failed step at once: the one that failed reports it before the others are stopped
-)
+_TRANSPORT_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError")
+_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL error")
 
 
 def main() -> int:
@@ -50,8 +51,6 @@ def main() -> int:
             return 130
         text = traceback_of(error)
         print(text, file=sys.stderr, flush=True)
-        if type(error.__cause__).__name__ == "RemoteError":
-            time.sleep(FIRST_WORD_S)
         link.send("failed", **describe_failure(error, text))
     link.flush()
     # Libraries' exit handlers (gloo, inductor's pools) may wait for peers that are gone; nothing is left to save.
@@ -62,7 +61,7 @@ def main() -> int:
 
 def describe_failure(error: BaseException, text: str) -> dict[str, Any]:
     """Return the fields of a `failed` message: whose fault it looks like, and the whole traceback."""
-    peer_rank, is_transport, is_numeric, step = -1, False, False, -1
+    peer_rank, is_transport, is_numeric, step, quote = -1, False, False, -1, ("", "")
     with contextlib.suppress(ImportError):
         from piped.worker.train import NumericError, TrainingError
         from stagekit.errors import PeerError, RemoteError
@@ -71,11 +70,11 @@ def describe_failure(error: BaseException, text: str) -> dict[str, Any]:
             step = error.step
             cause = error.__cause__ or error
             is_numeric = isinstance(cause, NumericError)
-            is_transport = isinstance(cause, PeerError | RemoteError) or _is_transport_text(cause)
+            is_transport = isinstance(cause, PeerError | RemoteError) or _is_transport_text(unwrapped(cause))
             if isinstance(cause, PeerError):
                 peer_rank = error.global_peer(cause.peer_rank)
             elif isinstance(cause, RemoteError):  # this rank is a victim of that one
-                peer_rank = cause.rank
+                peer_rank, quote = cause.rank, quoted(cause)
             error = cause
     root = error if is_transport else unwrapped(error)
     message = f"{type(root).__name__}: {root}".splitlines()[0][:500]
@@ -86,7 +85,22 @@ def describe_failure(error: BaseException, text: str) -> dict[str, Any]:
         "message": message,
         "traceback": text[-60_000:],
         "step": step,
+        "peer_message": quote[0],
+        "peer_traceback": quote[1],
     }
+
+
+def quoted(error: RemoteError) -> tuple[str, str]:
+    """Return message and traceback as that rank itself reports them, unless it is stopped first.
+
+    Both are empty where that rank saw another one's connection break: it is a victim too, and not to blame.
+    """
+    where = f", chunk {error.chunk}, {error.op}: " if error.op else f"rank {error.rank}: "
+    before, _, told = str(error).partition(where)
+    told = (told or before).strip() or "no message"
+    if _has_transport_sign(told):
+        return "", ""
+    return told.splitlines()[0][:500], error.traceback[-60_000:]
 
 
 def unwrapped(error: BaseException) -> BaseException:
@@ -109,17 +123,11 @@ def traceback_of(error: BaseException) -> str:
 
 def _is_transport_text(error: BaseException) -> bool:
     """Collectives raise a plain RuntimeError whose text alone says that a connection broke."""
-    text = str(error)
-    signs = (
-        "gloo/transport",
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Timed out waiting",
-        "NCCL error",
-    )
-    return type(error).__name__ in ("RuntimeError", "DistBackendError", "DistNetworkError") and any(
-        sign in text for sign in signs
-    )
+    return _has_transport_sign(f"{type(error).__name__}: {error}")
+
+
+def _has_transport_sign(told: str) -> bool:
+    return told.startswith(tuple(f"{name}: " for name in _TRANSPORT_TYPES)) and any(sign in told for sign in _SIGNS)
 
 
 def _die_with_parent(parent: int) -> None:

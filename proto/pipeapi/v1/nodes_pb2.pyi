@@ -253,20 +253,24 @@ class Planned(_message.Message):
     def __init__(self, plan: _Optional[_Union[_jobs_pb2.PlanSummary, _Mapping]] = ...) -> None: ...
 
 class WorkerFailed(_message.Message):
-    __slots__ = ("is_transport", "peer_rank", "message", "traceback", "step", "is_numeric")
+    __slots__ = ("is_transport", "peer_rank", "message", "traceback", "step", "is_numeric", "peer_message", "peer_traceback")
     IS_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PEER_RANK_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TRACEBACK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     IS_NUMERIC_FIELD_NUMBER: _ClassVar[int]
+    PEER_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PEER_TRACEBACK_FIELD_NUMBER: _ClassVar[int]
     is_transport: bool
     peer_rank: int
     message: str
     traceback: str
     step: int
     is_numeric: bool
-    def __init__(self, is_transport: _Optional[bool] = ..., peer_rank: _Optional[int] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., step: _Optional[int] = ..., is_numeric: _Optional[bool] = ...) -> None: ...
+    peer_message: str
+    peer_traceback: str
+    def __init__(self, is_transport: _Optional[bool] = ..., peer_rank: _Optional[int] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ..., step: _Optional[int] = ..., is_numeric: _Optional[bool] = ..., peer_message: _Optional[str] = ..., peer_traceback: _Optional[str] = ...) -> None: ...
 
 class WorkerDone(_message.Message):
     __slots__ = ("step", "loss")

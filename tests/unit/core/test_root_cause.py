@@ -83,3 +83,37 @@ def test_a_start_timeout_names_the_missing_ranks_even_after_they_were_stopped():
 def test_a_report_survives_the_stop_that_follows_it():
     c = running(3).fail(1).exit(1, code=None, signal=9, by_supervisor=True)
     assert (verdict(c).rank, verdict(c).log_tail) == (1, "tail 1")
+
+
+def quoting(c, *, rank=0, peer=1, at_ns=0):
+    """A rank drops the step because `peer` told all of them of its error."""
+    words = {"peer_message": f"error of {peer}", "peer_traceback": f"traceback of {peer}"}
+    return c.fail(rank, at_ns=at_ns, step=4, peer_rank=peer, **words, **TRANSPORT)
+
+
+def test_a_rank_that_was_stopped_before_it_reported_is_blamed_in_its_own_words():
+    c = quoting(running(3)).exit(1, code=None, signal=9, by_supervisor=True)
+    blamed = verdict(c)
+    assert (blamed.rank, blamed.reason, blamed.step) == (1, FailureReason.USER_ERROR, 4)
+    assert (blamed.message, blamed.traceback, blamed.log_tail) == ("error of 1", "traceback of 1", "tail 1")
+
+
+def test_whichever_of_quote_and_report_comes_first_the_verdict_is_the_report():
+    own = {"traceback": "whole", "step": 4}
+    late, early = quoting(running(1, 1, 1)).fail(1, **own), quoting(running(1, 1, 1).fail(1, **own))
+    assert verdict(late) == verdict(early)
+    assert (verdict(late).rank, verdict(late).message, verdict(late).traceback) == (1, "error of 1", "whole")
+
+
+def test_the_rank_that_all_were_told_of_failed_before_one_that_ended_meanwhile_unless_another_points_there():
+    c = quoting(running(3)).exit(2, code=7, signal=None, boottime_ns=1)
+    assert verdict(c).rank == 1 and "not known" not in verdict(c).message
+    c = quoting(running(4, stages=4)).exit(2, code=7, signal=None, boottime_ns=1).fail(3, peer_rank=2, **TRANSPORT)
+    assert "ranks 1 and 2 failed" in verdict(c).message and "not known" in verdict(c).message
+
+
+def test_a_loss_that_is_no_number_is_seen_by_all_and_blamed_on_none():
+    c = running(1, 1, 1)
+    for rank in range(3):
+        c.fail(rank, at_ns=9 - rank, is_numeric=True, step=7)
+        assert (verdict(c).rank, verdict(c).reason, verdict(c).message) == (-1, FailureReason.NUMERIC, "error of 0")

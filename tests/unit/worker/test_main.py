@@ -2,7 +2,7 @@
 
 from piped.worker.main import describe_failure, traceback_of
 from piped.worker.train import TrainingError
-from stagekit.errors import StageError
+from stagekit.errors import RemoteError, StageError
 
 
 def read_labels():
@@ -40,3 +40,34 @@ def test_the_message_is_the_causes_and_the_step_is_the_trainings():
     told = describe_failure(failed_stage(), "text")
     assert (told["message"], told["step"]) == ("ValueError: the label file is one line short", 2)
     assert not told["is_transport"]
+
+
+def dropped(told, **place):
+    """Return what `train` raises on a rank that heard of another one's error."""
+    try:
+        try:
+            raise RemoteError(
+                told, rank=3, **{"stage": 3, "chunk": 1, "op": "F", "traceback": "its traceback", **place}
+            )
+        except RemoteError as error:
+            raise TrainingError(2, None) from error
+    except TrainingError as error:
+        return describe_failure(error, "text")
+
+
+def test_a_victim_quotes_the_failing_rank_as_that_rank_would_report():
+    told = dropped("rank 3, stage 3, chunk 1, F: ValueError: the label file\nis one line short")
+    assert (told["is_transport"], told["peer_rank"], told["step"]) == (True, 3, 2)
+    assert (told["peer_message"], told["peer_traceback"]) == ("ValueError: the label file", "its traceback")
+
+
+def test_an_error_outside_the_stages_is_quoted_without_the_rank():
+    told = dropped("rank 3: the batch has 7 rows", stage=-1, chunk=-1, op="")
+    assert told["peer_message"] == "the batch has 7 rows"
+
+
+def test_a_rank_that_saw_a_connection_break_in_its_stage_is_pointed_at_and_not_quoted():
+    told = dropped(
+        "rank 3, stage 3, chunk 1, F: RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed by peer"
+    )
+    assert (told["peer_rank"], told["peer_message"], told["peer_traceback"]) == (3, "", "")
