@@ -26,6 +26,12 @@ def build_parser() -> argparse.ArgumentParser:
     coordinator.add_argument("--beat-s", type=float, metavar="S", help="a node's beat (1.0)")
     coordinator.add_argument("--lease-ttl-s", type=float, metavar="S", help="silence after which a node is lost (4.0)")
 
+    coordinator.add_argument(
+        "--accept-rollback",
+        action="store_true",
+        help="for one start on a store older than its fleet (an old backup): give up what came after it",
+    )
+
     node = commands.add_parser("node", help="run workers on this machine", allow_abbrev=False)
     _daemon_flags(node)
     node.add_argument("--name", help="unique among live nodes (the host name)")
@@ -90,10 +96,11 @@ def _run_daemon(command: str, flags: dict[str, object]) -> int:
     assert file is None or isinstance(file, Path)
     try:
         if command == "coordinator":
+            accept_rollback = bool(flags.pop("accept_rollback"))
             coordinator_config = load_coordinator(file, flags)
             from piped.coordinator.server import run as run_coordinator
 
-            return int(asyncio.run(run_coordinator(coordinator_config)) or 0)
+            return int(asyncio.run(run_coordinator(coordinator_config, accept_rollback=accept_rollback)) or 0)
         node_config = load_node(file, flags)
         from piped.node.app import run as run_node
 

@@ -9,6 +9,7 @@ PipedError
 │   └── TooLargeError         over a limit that the text names
 ├── NodeError                 fix the machine
 │   ├── RegistrationRefused   a node may not register: another cluster, a cloned image, a name in use
+│   │   └── StoreRolledBack   and the coordinator's store is older than its fleet
 │   ├── LeaseLost             a message of a registration that ended; register again
 │   └── StateDirHeld          another process holds the state directory: carries its pid
 ├── TooSlowError              the coordinator could not answer in time; whether it was done is not known
@@ -91,6 +92,12 @@ class RegistrationRefused(NodeError):
     """The node may not register as it is."""
 
     reason = "REGISTRATION_REFUSED"
+
+
+class StoreRolledBack(RegistrationRefused):
+    """A node of this cluster has seen what this store does not know: an old backup was put in its place."""
+
+    reason = "STORE_ROLLED_BACK"
 
 
 class LeaseLost(NodeError):

@@ -25,7 +25,7 @@ from piped.core.events import (
     StoreRetried,
 )
 from piped.core.model import Record, State
-from piped.errors import BugError, PipedError, UnavailableError
+from piped.errors import BugError, PipedError, StoreRolledBack, UnavailableError
 
 MAX_BATCH = 256
 _RETRY_S = 1.0
@@ -77,7 +77,8 @@ class Engine:
         self.state = state
         self.links: Links | None = None  # set by the composition root before `run`
         self.is_storing = True  # False while the disk refuses commits: nothing changes, running jobs go on
-        self.turned = asyncio.Event()  # set when that changes; its one reader clears it
+        self.rolled_back = ""  # once a node has seen more than the store knows: why nothing is decided any more
+        self.turned = asyncio.Event()  # set when one of the two changes; its one reader clears it
         self._store = store
         self._inbox: asyncio.Queue[_Posted | None] = asyncio.Queue()  # None: no more will come
         self._deadlines: dict[Deadline, asyncio.TimerHandle] = {}
@@ -138,6 +139,10 @@ class Engine:
             changed.set()
 
     async def _take(self, posted: list[_Posted]) -> None:
+        if self.rolled_back:
+            for each in posted:
+                _fail(each, UnavailableError(self.rolled_back))
+            return
         batch = _Batch(self.state)
         for each in posted:
             _decide(batch, each)
@@ -164,6 +169,14 @@ class Engine:
                 each.done.set_result(self.state)
         for each, refusal in batch.refused:
             _fail(each, refusal)
+            if isinstance(refusal, StoreRolledBack):
+                self._note_rollback(str(refusal))
+
+    def _note_rollback(self, why: str) -> None:
+        """Decide nothing more: a fence that is given out now may be in use already."""
+        self.rolled_back = why
+        self.turned.set()
+        log.error("store_rolled_back", error=why)
 
     def _note_storing(self, is_storing: bool) -> None:
         """When the disk refuses, have it tried until it takes something: an idle fleet may post nothing for hours."""

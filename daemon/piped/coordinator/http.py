@@ -72,8 +72,8 @@ class FleetCollector(Collector):
 class HttpSide:
     """The registry and the routes."""
 
-    def __init__(self, engine: Engine, is_ready: Callable[[], bool]) -> None:
-        self._engine, self._is_ready = engine, is_ready
+    def __init__(self, engine: Engine, why_not_ready: Callable[[], str]) -> None:
+        self._engine, self._why_not_ready = engine, why_not_ready
         self.registry = CollectorRegistry()
         self.own_address = ""  # set once bound: its own entry in the list of targets
         self._rpc = Histogram(
@@ -117,9 +117,9 @@ class HttpSide:
         return web.Response(text="ok\n")
 
     async def _readyz(self, _request: web.Request) -> web.Response:
-        if self._is_ready():
-            return web.Response(text="ready\n")
-        return web.Response(status=503, text="starting, stopping, or the store can't be written\n")
+        if why := self._why_not_ready():
+            return web.Response(status=503, text=f"{why}\n")
+        return web.Response(text="ready\n")
 
 
 def _by_state(name: str, text: str, counts: dict[str, int]) -> Metric:

@@ -59,10 +59,11 @@ GRPC_OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
-async def run(config: CoordinatorConfig) -> int:
+async def run(config: CoordinatorConfig, *, accept_rollback: bool = False) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code: 0, or 1 when it could not start.
 
     `config` is checked: its loader refuses plaintext listeners beyond loopback unless `insecure` is written out.
+    `accept_rollback` is for one start on a store that is older than its fleet, and therefore in no file of settings.
     """
     try:
         lock = stores.hold(config.state_dir)
@@ -73,7 +74,7 @@ async def run(config: CoordinatorConfig) -> int:
     try:
         state = replace(await store.open(time.time()), quotas=dict(config.quotas))
         coordinator = Coordinator(config, store, state)
-        return await coordinator.serve()
+        return await coordinator.serve(CoordinatorStarted(accept_rollback))
     except (NodeError, UnavailableError) as error:
         log.error("start_refused", error=str(error))
         return 1
@@ -91,7 +92,7 @@ class Coordinator:
         self._is_open = False  # everything is bound, and nothing is ending
         self._engine = Engine(state, store)
         self._nodes, board, bulk = self._build_nodes(state)
-        self._http = HttpSide(self._engine, lambda: self._is_ready)
+        self._http = HttpSide(self._engine, self._why_not_ready)
         version = importlib.metadata.version("pipectl")
         self._http.registry.register(FleetCollector(self._engine, self._nodes, version))
         self._version = version
@@ -110,7 +111,7 @@ class Coordinator:
         self._engine.links = nodes
         return nodes, board, bulk
 
-    async def serve(self) -> int:
+    async def serve(self, started: CoordinatorStarted) -> int:
         """Serve until a signal. Raises NodeError when an address can't be bound."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -121,7 +122,7 @@ class Coordinator:
             engine = tasks.create_task(self._engine.run(), name="engine")
             running = [engine]
             try:
-                await self._engine.post(CoordinatorStarted())
+                await self._engine.post(started)
                 await self._open(opened)
                 running.append(tasks.create_task(self._nodes.tick_leases(), name="leases"))
                 running.append(tasks.create_task(_feed_watchdog(), name="watchdog"))
@@ -170,15 +171,15 @@ class Coordinator:
         _write_atomically(self._config.state_dir / "endpoints.json", json.dumps(endpoints) + "\n")
         log.info("serving", **endpoints)
 
-    @property
-    def _is_ready(self) -> bool:
-        return self._is_open and self._engine.is_storing
+    def _why_not_ready(self) -> str:
+        """Return what is in the way of deciding anything; empty when ready."""
+        if not self._is_open:
+            return "starting or stopping"
+        return self._engine.rolled_back or ("" if self._engine.is_storing else "the store can't be written")
 
     async def _tell_health(self) -> None:
-        serving = (
-            health_pb2.HealthCheckResponse.SERVING if self._is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        await self._health.set("", serving)
+        answers = health_pb2.HealthCheckResponse
+        await self._health.set("", answers.NOT_SERVING if self._why_not_ready() else answers.SERVING)
 
     async def _follow_health(self) -> None:
         """Have grpc.health.v1 say what /readyz says, until cancelled."""

@@ -205,7 +205,7 @@ def _execute(db: sqlite3.Connection, statements: str) -> None:
 
 def _write(db: sqlite3.Connection, before: State, after: State) -> None:
     """Write what differs, in an order that keeps every constraint true at every statement."""
-    for key in ("event_seq", "last_fence"):
+    for key in ("epoch", "event_seq", "last_fence"):
         db.execute("UPDATE meta SET value = ? WHERE key = ?", (str(getattr(after, key)), key))
     freed = [key for key in before.reservations if after.reservations.get(key) != before.reservations[key]]
     db.executemany("DELETE FROM reservations WHERE node_id = ? AND slot_index = ?", freed)

@@ -77,6 +77,10 @@ class Draft:
         self.last_fence += 1
         return self.last_fence
 
+    def lift(self, by: int) -> None:
+        """Skip so many epochs, fences and event numbers: a part of the store that was lost may have given them out."""
+        self.epoch, self.last_fence, self.event_seq = self.epoch + by, self.last_fence + by, self.event_seq + by
+
     def add_effect(self, effect: Effect) -> None:
         self._effects[effect] = None
 

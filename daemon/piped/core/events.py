@@ -14,6 +14,8 @@ from piped.core.model import JobSpec, Slot, WorkerReport
 class CoordinatorStarted:
     """A new process took over the store: no session is open."""
 
+    accepts_rollback: bool = False  # an operator says that what a newer store knew is lost
+
 
 @dataclass(frozen=True, slots=True)
 class JobSubmitted:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from piped.core import attempts, events
 from piped.core.draft import Draft
 from piped.core.effects import CloseSession, SendDesired
-from piped.core.model import AttemptState, Node, NodeState
-from piped.errors import IllegalTransition, RegistrationRefused
+from piped.core.model import AttemptState, Cordon, Node, NodeState
+from piped.errors import IllegalTransition, RegistrationRefused, StoreRolledBack
 
 NEXT: dict[NodeState, frozenset[NodeState]] = {  # what is not in a row is illegal, and raises
     NodeState.READY: frozenset({NodeState.READY, NodeState.DISCONNECTED, NodeState.LOST}),
@@ -20,6 +20,7 @@ NEXT: dict[NodeState, frozenset[NodeState]] = {  # what is not in a row is illeg
     NodeState.LOST: frozenset({NodeState.READY, NodeState.FENCED}),
     NodeState.FENCED: frozenset({NodeState.READY}),
 }
+ROLLBACK_LIFT = 1_000_000  # more fences, epochs and events than a lost part of a store can have had
 _STARTED = (AttemptState.COMMITTED, AttemptState.RUNNING)
 
 
@@ -58,7 +59,7 @@ def register(draft: Draft, event: events.NodeRegistered) -> str:
         event.slots,
         event.session,
         labels=event.labels,
-        cordon=known.cordon if known is not None else None,
+        cordon=(known.cordon if known is not None else None) or _cordon_for_strangers(draft, event),
         drain=known.drain if known is not None else None,
         strikes=known.strikes if known is not None else (),
         quarantine=known.quarantine if known is not None else None,
@@ -100,8 +101,13 @@ def lease_expired(draft: Draft, event: events.LeaseExpired) -> str:
     return "lost"
 
 
-def coordinator_started(draft: Draft, _event: events.CoordinatorStarted) -> str:
-    """Note that no session of an earlier process is open."""
+def coordinator_started(draft: Draft, event: events.CoordinatorStarted) -> str:
+    """Note that no session of an earlier process is open; leave the numbers behind that an older store has lost."""
+    if event.accepts_rollback:
+        draft.lift(ROLLBACK_LIFT)
+        draft.record(
+            "rollback_accepted", f"epoch {draft.epoch}, fences above {draft.last_fence}: what came after is lost"
+        )
     for node in list(draft.nodes.values()):
         if node.state is NodeState.READY:
             draft.put_node(move(node, NodeState.DISCONNECTED))
@@ -122,10 +128,12 @@ def _refuse_strangers(draft: Draft, event: events.NodeRegistered) -> None:
             "point it at its own coordinator, or give it an empty state directory"
         )
     if event.highest_epoch > draft.epoch or event.highest_fence > draft.last_fence:
-        raise RegistrationRefused(
+        refusal = StoreRolledBack if event.cluster_id else RegistrationRefused  # a stranger's word proves nothing
+        raise refusal(
             f"node {event.node_name!r} has seen epoch {event.highest_epoch} and fence {event.highest_fence}, this "
             f"store knows only epoch {draft.epoch} and fence {draft.last_fence}: the coordinator's store is older "
-            "than its fleet; start the coordinator on its newest state directory"
+            "than its fleet; start the coordinator on its newest state directory, or, if that is lost, once with "
+            "--accept-rollback: jobs submitted since are unknown then, and nodes on which such still run are cordoned"
         )
     if not event.node_id or not event.node_name or not event.slots:
         raise RegistrationRefused("a node needs an id, a name and at least one slot")
@@ -135,6 +143,21 @@ def _refuse_strangers(draft: Draft, event: events.NodeRegistered) -> None:
                 f"the name {event.node_name!r} is held by the live node {other.node_id} ({other.host_key}); "
                 "give this node another name"
             )
+
+
+def _cordon_for_strangers(draft: Draft, event: events.NodeRegistered) -> Cordon | None:
+    """Have nothing placed beside attempts that run on the node and that the store doesn't know."""
+    unknown = [each.fence for each in event.attempts if each.is_shim_alive and each.fence not in draft.attempts]
+    if not unknown:
+        return None
+    fences = ", ".join(map(str, sorted(unknown)))
+    draft.record("unknown_attempts", f"fences {fences} run there and are not in the store", node_name=event.node_name)
+    return Cordon(
+        "coordinator",
+        f"runs attempts that the store doesn't know (fences {fences}); let them end or kill their shims "
+        "(attempts/FENCE/shim.json on the node), then uncordon",
+        draft.now_s,
+    )
 
 
 def _take_back_slots(draft: Draft, event: events.NodeRegistered) -> None:

@@ -37,7 +37,7 @@ from piped.coordinator.server import run
 listen, beat_s, ttl_s = sys.argv[2], *map(float, sys.argv[3:5])
 config = CoordinatorConfig(Path(sys.argv[1]), listen=listen, http="127.0.0.1:0", health="127.0.0.1:0", beat_s=beat_s,
                            lease_ttl_s=ttl_s, quotas=tuple(json.loads(sys.argv[5]).items()))
-sys.exit(asyncio.run(run(config)))
+sys.exit(asyncio.run(run(config, accept_rollback=bool(sys.argv[6]))))
 """
 
 
@@ -63,6 +63,7 @@ class CoordinatorProcess:
     lease_ttl_s: float = 1.0
     quotas: dict[str, int] = field(default_factory=dict)
     disk: str = ""  # e.g. "2m": the directory is a file system of this size, seen by the process alone; gone with it
+    accept_rollback: bool = False
     address: str = "127.0.0.1:0"
     process: asyncio.subprocess.Process | None = None
     endpoints: dict[str, Any] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class CoordinatorProcess:
             self.state_dir.mkdir(exist_ok=True)
             mount = f'mount -t tmpfs -o size={self.disk} tmpfs "$0" && exec "$@"'
             mounted = ("unshare", "--map-root-user", "--mount", "sh", "-c", mount, str(self.state_dir))
+        rollback = "yes" if self.accept_rollback else ""
         times = [str(each) for each in (self.beat_s, self.lease_ttl_s)]
         with (self.state_dir.parent / f"{self.state_dir.name}.log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
@@ -91,6 +93,7 @@ class CoordinatorProcess:
                     self.address,
                     *times,
                     json.dumps(self.quotas),
+                    rollback,
                 ),
                 stdout=log,
                 stderr=log,
@@ -204,6 +207,7 @@ class ScriptedNode:
     desired_rev: int = 0
     started: dict[int, dict[int, str]] = field(default_factory=dict)  # fence: rank: "running" | "ended"
     num_starts: int = 0
+    highest_epoch: int = 0
     highest_fence: int = 0
     unacked: dict[tuple[int, int, int], nodes_pb2.Fact] = field(default_factory=dict)
     beats_acked: int = 0
@@ -277,6 +281,8 @@ class ScriptedNode:
             return
         self.welcome = first.welcome
         self.cluster_id = self.welcome.cluster_id
+        if self.welcome.coordinator_epoch > self.highest_epoch:  # revisions are compared within an epoch
+            self.highest_epoch, self.desired_rev = self.welcome.coordinator_epoch, 0
         for each in list(self.unacked):  # everything again
             self.unacked[each] = self.unacked[each]
         self._wake.set()
@@ -296,6 +302,7 @@ class ScriptedNode:
             node_name=self.name,
             host_key=self.host_key,
             version="0",
+            highest_epoch=self.highest_epoch,
             highest_fence=self.highest_fence,
             data_address="127.0.0.1",
             metrics_address=f"127.0.0.1:{9000 + len(self.name)}",

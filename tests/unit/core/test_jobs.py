@@ -8,8 +8,8 @@ import pytest
 
 from piped.core import attempts, desired, effects, events, jobs, nodes
 from piped.core.model import AttemptState, FailureReason, JobState, NodeState, WorkerState
-from piped.errors import ConflictError, IllegalTransition, NotFoundError, RegistrationRefused
-from tests.unit.core.build import cluster, registration, submission
+from piped.errors import ConflictError, IllegalTransition, NotFoundError, RegistrationRefused, StoreRolledBack
+from tests.unit.core.build import Cluster, cluster, registration, submission
 
 
 def phases(cluster_, node_id="n1"):
@@ -252,6 +252,22 @@ def test_a_node_that_returns_without_a_started_attempt_has_lost_its_ranks():
 def test_a_registration_that_would_split_the_truth_is_refused(changes, word):
     with pytest.raises(RegistrationRefused, match=word):
         cluster(2).feed(registration("n1", **changes))
+
+
+def test_a_node_of_this_cluster_that_has_seen_more_than_the_store_proves_a_rollback():
+    with pytest.raises(StoreRolledBack, match="--accept-rollback"):
+        cluster(2).feed(registration("n1", cluster_id="c1", highest_fence=9))
+
+
+def test_an_accepted_rollback_gives_out_no_number_twice_and_closes_nodes_that_run_what_is_unknown():
+    unknown = (events.ObservedAttempt(9, is_shim_alive=True), events.ObservedAttempt(8, is_shim_alive=False))
+    seen = registration("n1", cluster_id="c1", highest_epoch=7, highest_fence=9, attempts=unknown)
+    c = Cluster().feed(events.CoordinatorStarted(accepts_rollback=True), seen, submission(stages=1))
+    assert c.state.epoch > 7
+    assert "(fences 9)" in c.state.nodes["n1"].cordon.why
+    assert not c.state.attempts
+    c.feed(events.UncordonRequested("n1", "ann"))
+    assert [fence > 9 for fence in c.state.attempts] == [True]
 
 
 def test_after_the_lease_another_host_may_take_the_state_directory():
