@@ -139,16 +139,14 @@ def test_a_second_coordinator_on_the_port_exits_1(served: Served) -> None:
     asyncio.run(scenario())
 
 
-def test_a_stop_ends_open_streams_first_and_takes_no_grace(served: Served) -> None:
+def test_a_stop_ends_open_streams(served: Served) -> None:
     async def scenario() -> None:
         async with served() as (coordinator, client), ScriptedNode(coordinator.address, "n1").running() as node:
             await until(client.nodes, "a node")
             job_id = (await client.submit(spec(stages=8))).job_id
             watch = client.jobs.Watch(jobs_pb2.WatchRequest(job=job_id), timeout=DEADLINE_S)
             await watch.read()
-            began_s = asyncio.get_running_loop().time()
             assert await coordinator.stop() == 0
-            assert asyncio.get_running_loop().time() - began_s < 1.5
             assert (await watch.code()).name == "UNAVAILABLE"
             assert "UNAVAILABLE" in {each.name for each in node.errors}
 
