@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_PRELOADED = ("torch", "stagekit.api", "stagekit.testing")  # by the process that those of `spawn` are forked from
+
 
 class InProcessTransport:
     """A pipeline rank's end of a shared mailbox; sends copy at once, so a sender may reuse its tensor."""
@@ -190,16 +192,20 @@ def spawn(fn: Callable[..., T], world_size: int, *args: Any, timeout_s: float = 
     """Run `fn(rank, *args)` in `world_size` real processes with an initialised gloo group; results in rank order.
 
     `fn` must be importable (a module's function). Raises StagekitError with the traceback of the rank that failed
-    first; the others are ended. No process is left behind.
+    first; the others are ended, so that none is left behind. They are forked from one that has imported torch and
+    stagekit and done nothing else, and ends with this process; each has this one's environment as it is now.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    environment = dict(os.environ)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ends: list[PipeEnd] = []
     processes = []
     try:
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(there, fn, rank, world_size, store.port, args), daemon=True)
+            given = (there, environment, fn, rank, world_size, store.port, args)
+            process = context.Process(target=_child, args=given, daemon=True)
             process.start()
             there.close()
             ends.append(here)
@@ -243,7 +249,17 @@ def _receive(ends: Sequence[PipeEnd], ended: Mapping[int, _Ended], timeout_s: fl
     return fresh
 
 
-def _child(end: PipeEnd, fn: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...]) -> None:
+def _child(
+    end: PipeEnd,
+    environment: dict[str, str],
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
