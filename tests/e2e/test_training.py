@@ -77,11 +77,12 @@ def test_a_convnet_with_batchnorm_equals_the_plain_loop_bit_for_bit(cluster, tmp
     assert [name for name in weights if not torch.equal(weights[name], state[name])] == []
 
 
-def test_a_transformers_model_with_tied_weights_equals_the_plain_loop(cluster, tmp_path, plain):
-    ended = cluster.run(job("gpt2", tmp_path, 6))
+@pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", 1), ("zb-v", 2)], ids=["1f1b", "both ends on one rank"])
+def test_a_transformers_model_with_tied_weights_equals_the_plain_loop(cluster, tmp_path, plain, schedule, per_rank):
+    ended = cluster.run(job("gpt2", tmp_path, 6, schedule=schedule, stages_per_rank=per_rank))
     losses, weights = plain("gpt2", 6)
     assert cluster.losses(ended.job_id) == pytest.approx(losses, rel=1e-6)
-    state = saved(tmp_path / "gpt2-1f1b")
+    state = saved(tmp_path / f"gpt2-{schedule}")
     assert state.keys() == weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(state[name], weight, rtol=1e-6, atol=1e-6, msg=name)

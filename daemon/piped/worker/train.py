@@ -309,7 +309,7 @@ def check_replicas(run: Run) -> None:
     Buffers are left out: BatchNorm's statistics are those of each replica's own data. Sharded weights are compared whole.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(run.named_parameters()):
+    for name, tensor in sorted(run.named_parameters(), key=lambda pair: pair[0]):  # a tied one may be here twice
         digest.update(name.encode())
         digest.update(whole(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     log.info("weights_digest", stages=list(run.own_stages), digest=digest.hexdigest()[:16])
