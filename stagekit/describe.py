@@ -183,7 +183,7 @@ def _read_spec() -> dict[str, Any]:
 
 def main() -> int:
     """Read a spec from stdin, write one JSON document to stdout."""
-    parser = argparse.ArgumentParser(prog="python -m stagekit.describe", description="Plan a job.")
+    parser = argparse.ArgumentParser(prog="python -m stagekit.describe", description="Plan a job.", allow_abbrev=False)
     parser.add_argument("--source", help="folder that goes first on the import path")
     parser.add_argument("--quick", action="store_true", help="check only: no costs are measured")
     flags = parser.parse_args()

@@ -216,7 +216,9 @@ def _document(trial: Trial) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m stagekit.plan", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m stagekit.plan", description=__doc__.split("\n\n")[0], allow_abbrev=False
+    )
     parser.add_argument("--schedule", metavar="NAME", help=f"{', '.join(NAMES)}, or a .csv file to load")
     parser.add_argument("--load", metavar="FILE.csv", help="verify and time the lists of this file")
     parser.add_argument("--ranks", type=int)
