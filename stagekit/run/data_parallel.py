@@ -177,7 +177,7 @@ class BucketReducer(Reducer):
                     parameter.grad = gradient
             parts.append(gradient.reshape(-1))
         if len(self._flying) == len(self._buckets) - 1:
-            frozen = [float(is_frozen(parameter)) for bucket in self._buckets for parameter in bucket]
+            frozen = [float(not parameter.requires_grad) for bucket in self._buckets for parameter in bucket]
             parts.append(parts[0].new_tensor(frozen))  # Note [Frozen]
         flat = torch.cat(parts)
         if self._sent_as is not None and flat.is_floating_point():
@@ -224,7 +224,7 @@ class BucketReducer(Reducer):
         parameters = (parameter for bucket in self._buckets for parameter in bucket)
         frozen = self._flying[-1][1][-len(self._names) :].tolist()
         for name, parameter, elsewhere in zip(self._names, parameters, frozen, strict=True):
-            if elsewhere and not is_frozen(parameter):
+            if elsewhere and parameter.requires_grad:
                 raise UserError(
                     f"{name} (stage {self._stage}) was frozen on some replicas and trains on others, whose weights would no "
                     "longer be equal; call requires_grad_ on every replica alike"
@@ -268,7 +268,7 @@ class TieGroup:
         for copy in copies:
             if copy.grad is not None:
                 total[:-1] += whole(copy.grad).reshape(-1)
-        total[-1] = float(any(map(is_frozen, copies)))  # Note [Frozen]
+        total[-1] = float(not all(copy.requires_grad for copy in copies))  # Note [Frozen]
         if self._group is not None:
             try:
                 dist.all_reduce(total, group=self._group)
@@ -277,7 +277,7 @@ class TieGroup:
         for copy in copies:
             if not is_frozen(copy):
                 copy.grad = like(total[:-1].view(copy.shape).clone(), copy)
-        return bool(total[-1]) and not all(map(is_frozen, copies))
+        return bool(total[-1]) and any(copy.requires_grad for copy in copies)
 
 
 def whole(value: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from stagekit.plan.actions import COMPUTE, Action, Op
 from stagekit.plan.contract import InputRef, ValueRef
 from stagekit.run.alarm import Alarm, Silence
 from stagekit.run.binding import bind, bind_drained
+from stagekit.run.compute import completes
 from stagekit.run.device_times import DeviceTimes
 from stagekit.run.drained import send_zeros
 from stagekit.run.flight import Flight, Reductions, Step, Wiring
@@ -202,11 +203,28 @@ class Executor:
             raise UserError(f"{self._placement.name} has no {stage}{op}{chunk}")
         if self._performed & set(wanted):
             raise UserError(f"{self._placement.name} ran {stage}{op}{chunk} in this step already")
+        self._check_sums_last(wanted, stage)
         if not self._performed:
             yield from (i for i, a in enumerate(actions) if a.op in (Op.SEND_X, Op.RECV_X))
         yield from sorted(wanted, key=lambda i: around[actions[i].op])
         if not self.left:
             yield from (i for i, a in enumerate(actions) if a.op in (Op.REDUCE, Op.TIE_SUM))
+
+    def _check_sums_last(self, wanted: Sequence[int], stage: int) -> None:
+        """Refuse the backward with which replicas sum a stage's gradients while others of the stage are left."""
+        sums = any(completes(self._wiring, index) for index in wanted)
+        if self._placement.replica is None or not sums:
+            return
+        rest = [
+            str(action)
+            for index, action in enumerate(self.recorder.actions)
+            if action.stage == stage and action.op in (Op.B, Op.I, Op.W) and index not in self._performed | set(wanted)
+        ]
+        if rest:
+            raise UserError(
+                f"{self._placement.name}: the gradients of stage {stage} are summed over replicas with its backward of chunk "
+                f"{self.recorder.actions[wanted[0]].chunk}; run it after {', '.join(rest)}"
+            )
 
     @property
     def left(self) -> list[str]:

@@ -34,7 +34,7 @@ CLOCK_ROUNDS = 8
 WAIT_TIMEOUT = timedelta(hours=1)  # the launcher gives up earlier
 _SPARE_NUMBERS = 64  # of groups that a caller may make while a pipeline is deployed, in `parallelize`
 _number = 0  # of the last group that this process made, see Note [Names of groups]
-_meshes: dict[tuple[object, ...], DeviceMesh] = {}  # by device type and ranks
+_meshes: dict[tuple[object, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}  # by device type and ranks
 _used: Counter[str] = Counter()  # per prefix, so that no key of the store is used twice
 
 
@@ -159,12 +159,13 @@ class Groups:
         own = [self._members[self.pipeline_rank]]
         ranks = own if self.replicas is None else dist.get_process_group_ranks(self.replicas)
         key, alive = (self.comm_device.type, *ranks), dist.distributed_c10d._world.pg_map
-        if key in _meshes and _meshes[key].get_group() in alive:  # else the whole world was destroyed meanwhile
+        if key in _meshes and _meshes[key][0] in alive:  # else the whole world was destroyed meanwhile
             _next_number()  # as on ranks that make theirs now
         else:
             group = _numbered_group(ranks)
-            _meshes[key] = DeviceMesh.from_group(group, self.comm_device.type, mesh_dim_names=("replicas",))
-        return _meshes[key]
+            mesh = DeviceMesh.from_group(group, self.comm_device.type, mesh_dim_names=("replicas",))
+            _meshes[key] = (group, mesh)
+        return _meshes[key][1]
 
     def more_replicas(self, is_wanted: bool) -> dist.ProcessGroup | None:
         """Return another group of the ranks in `replicas`, whose collectives keep an order of their own, if any rank of

@@ -79,8 +79,8 @@ class LossRunner:
         else:
             self.weights = [float(self._loss_weight(target)) for target in self.targets]
         total = sum(self.weights)
-        if not min(self.weights) >= 0.0 or total != total:
-            raise UserError(f"loss_weight returned {self.weights}; a weight is a number ≥ 0")
+        if not (min(self.weights) >= 0.0 and total < float("inf")):  # NaN is neither
+            raise UserError(f"loss_weight returned {self.weights}; a weight is a finite number ≥ 0")
         self._sum = torch.tensor([total], dtype=torch.float64, device=self._inputs.device)
         if self._group is not None:
             self._work = dist.all_reduce(self._sum, group=self._group, async_op=True)

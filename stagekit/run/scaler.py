@@ -27,7 +27,8 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(run.device.type, **options)
         self._run = run
         self._nothing = torch.optim.SGD([nn.Parameter(torch.zeros(1, device=run.device))])
-        self._lazy_init_scale_growth_tracker(run.device)
+        if self.is_enabled():
+            self._lazy_init_scale_growth_tracker(run.device)
         run.loss_scale = self.get_scale()
 
     def scale(self, outputs: Any) -> Any:

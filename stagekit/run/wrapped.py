@@ -18,6 +18,7 @@ from time import monotonic_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -42,11 +43,32 @@ def parallelized(parallelize: Parallelize, module: nn.Module, mesh: DeviceMesh) 
             f"parallelize returned a {type(made).__name__}; return the stage's module, changed in place (fully_shard), or "
             "DistributedDataParallel(stage_module, process_group=mesh.get_group())"
         )
-    if isinstance(made, FSDPModule):
-        made.set_gradient_divide_factor(1.0)
-        made.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        made.set_reduce_scatter_unused_params(True)  # or replicas would exchange different sizes
+    if isinstance(made, DistributedDataParallel):
+        _check_options(made, mesh)
+    for part in made.modules() if isinstance(made, FSDPModule) else ():  # each holds its own
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            part.set_reduce_scatter_unused_params(True)  # or replicas would exchange different sizes
     return made
+
+
+def _check_options(made: DistributedDataParallel, mesh: DeviceMesh) -> None:
+    """Raise UserError for other ranks than the stage's replicas, and for what doesn't go with several backwards per step."""
+    ranks = dist.get_process_group_ranks(made.process_group)
+    if ranks != dist.get_process_group_ranks(mesh.get_group()):
+        raise UserError(
+            f"parallelize made a DistributedDataParallel over ranks {ranks}, which don't hold the same stage; give it "
+            "process_group=mesh.get_group()"
+        )
+    options = {
+        "find_unused_parameters": "what no chunk used gets a zero gradient anyway",
+        "static_graph": "a pipeline has several backwards per step",
+        "gradient_as_bucket_view": "gradients that a step adds to would be overwritten",
+    }
+    for name, why in options.items():
+        if getattr(made, name):
+            raise UserError(f"parallelize made a DistributedDataParallel with {name}=True; leave it out: {why}")
 
 
 def is_sharded(made: nn.Module) -> bool:
@@ -62,8 +84,8 @@ def reducer_of(stage: int, made: nn.Module, module: nn.Module, mesh: DeviceMesh)
         return {stage: WrappedReducer(stage, made, mesh.size())}
     if any(isinstance(p, DTensor) for p in module.parameters()):
         raise UserError(
-            f"parallelize made DTensors of parameters of stage {stage} without fully_shard; the runtime drives fully_shard "
-            "and DistributedDataParallel"
+            f"parallelize made DTensors of parameters of stage {stage} without fully_shard on its module; call "
+            "fully_shard(stage_module) last, also where parts of it are sharded; other DTensors are not driven"
         )
     return {}
 

@@ -8,11 +8,18 @@ def sharded(module, mesh):
     return fully_shard(module, mesh=mesh)
 
 
-def wrapped(module, mesh):
-    return DistributedDataParallel(module, process_group=mesh.get_group())
+def sharded_layers(module, mesh):
+    for child in module.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
 
 
-KINDS = {"FSDP2": sharded, "DDP": wrapped}
+def wrapped(module, mesh, **options):
+    return DistributedDataParallel(module, process_group=mesh.get_group(), **options)
+
+
+KINDS = {"FSDP2": sharded, "FSDP2 by layer": sharded_layers, "DDP": wrapped}
 
 
 def loss(output, target):

@@ -135,3 +135,34 @@ def test_chunks_by_hand_that_are_no_step_are_refused_on_every_rank(ranks, order,
     assert own[0] == ("UserError", words.format(who), True)
     assert other[0][0] == "RemoteError" and words.format(who) in other[0][1]
     assert own[1] == other[1] and isinstance(own[1], float)
+
+
+def replicas_by_hand(rank):
+    """Return what a step of one stage in two replicas came to, its backwards in the list's order and in another."""
+    example = tuple(value[:3] for value in batch()[:3])
+    pipe = stagekit.pipeline(
+        Model, example, loss_fn=loss, stages=1, chunks=CHUNKS, replicas=2, schedule="gpipe", seed=1
+    )
+    results = []
+    for order in (range(CHUNKS), reversed(range(CHUNKS))):
+        stage = stagekit.PipelineStage(pipe, 0)
+        *args, target = (value.repeat(2, *[1] * (value.ndim - 1)).chunk(2)[rank] for value in batch())
+        try:
+            stage.begin(*args, target=target)
+            for chunk in range(CHUNKS):
+                stage.forward_one_chunk(chunk)
+            for chunk in order:
+                stage.backward_one_chunk(chunk)
+            results.append(stage.end().loss)
+        except (StageError, UserError) as error:
+            results.append(str(error))
+    return results
+
+
+def test_replicas_by_hand_sum_with_the_backward_that_the_list_has_last_and_refuse_another_order():
+    for right, wrong in spawn(replicas_by_hand, 2):
+        assert isinstance(right, float)
+        assert (
+            "gradients of stage 0 are summed over replicas with its backward of chunk 3; run it after 0B0, 0B1, 0B2"
+            in wrong
+        )

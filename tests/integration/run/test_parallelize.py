@@ -10,7 +10,7 @@ import stagekit
 from stagekit.api import capture_model, plan_pipeline
 from stagekit.errors import StagekitError, UserError
 from stagekit.testing import spawn
-from tests.integration.run.parallelized import KINDS, loss, sharded, whole_gradients
+from tests.integration.run.parallelized import KINDS, loss, sharded, whole_gradients, wrapped
 
 WIDTH, ROWS, CHUNKS, STEPS = 8, 16, 4, 3
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # → stages per rank
@@ -163,6 +163,11 @@ def odd(rank):
     results["eval"] = evaluated(pipeline("1f1b", sharded).deploy())
     with pytest.raises(UserError, match="parallelize returned a Sequential"):
         pipeline("1f1b", lambda module, mesh: nn.Sequential(module)).deploy()
+    with pytest.raises(UserError, match=r"over ranks \[0, 1, 2, 3\], .* give it process_group=mesh.get_group"):
+        pipeline("1f1b", lambda module, mesh: nn.parallel.DistributedDataParallel(module)).deploy()
+    for option in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
+        with pytest.raises(UserError, match=f"DistributedDataParallel with {option}=True; leave it out"):
+            pipeline("1f1b", functools.partial(wrapped, **{option: True})).deploy()
     return results
 
 
