@@ -55,7 +55,7 @@ def config(name: str, folder: Path) -> CoordinatorConfig | NodeConfig:
     file = folder / flags["config"].name
     file.write_text(data[file.name])
     command = flags.pop("command")
-    flags = {key: value for key, value in flags.items() if key not in ("config", "log_level")}
+    flags = {key: value for key, value in flags.items() if key not in ("config", "log_level", "accept_rollback")}
     return load_coordinator(file, flags) if command == "coordinator" else load_node(file, flags)
 
 
