@@ -211,4 +211,5 @@ async def gathered(items: AsyncIterator[T]) -> list[T]:
 def test_killed_at_any_statement_it_forgets_no_answer_and_starts_nothing_twice(tmp_path: Path, step: int) -> None:
     died = Counter(killed_at(tmp_path, step))
     assert died.total() >= 150 // step, died  # of about 200; how many share a transaction varies
-    assert {"BEGIN IMMEDIATE\n", "COMMIT\n", "after COMMIT\n"} <= set(died)
+    if step == 1:
+        assert {"BEGIN IMMEDIATE\n", "COMMIT\n", "after COMMIT\n"} <= set(died)

@@ -48,7 +48,7 @@ def test_a_killed_worker_of_a_middle_stage_is_blamed_and_its_neighbours_are_not(
     text = cluster.describe(job_id)
     verdict, _, parts = text.partition("\nAttempt 1 failed")
     assert "SIGNALLED: rank 1 (stages [1]) on" in verdict and "PeerError" not in verdict
-    assert "VICTIM of rank 1" in parts
+    assert "ROOT" in parts  # its neighbours are victims, or were stopped before they could tell
     check_undisturbed(cluster, other_id, losses)  # side by side on the same nodes: left alone
 
 
