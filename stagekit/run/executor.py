@@ -212,8 +212,7 @@ class Executor:
 
     def _check_sums_last(self, wanted: Sequence[int], stage: int) -> None:
         """Refuse the backward with which replicas sum a stage's gradients while others of the stage are left."""
-        sums = any(completes(self._wiring, index) for index in wanted)
-        if self._placement.replica is None or not sums:
+        if self._placement.replica is None or not any(completes(self._wiring, index) for index in wanted):
             return
         rest = [
             str(action)

@@ -45,7 +45,7 @@ def parallelized(parallelize: Parallelize, module: nn.Module, mesh: DeviceMesh) 
         )
     if isinstance(made, DistributedDataParallel):
         _check_options(made, mesh)
-    for part in made.modules() if isinstance(made, FSDPModule) else ():  # each holds its own
+    for part in made.modules():  # each holds its own
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other
