@@ -140,3 +140,24 @@ def test_two_gangs_that_each_need_two_of_three_slots_never_hold_one_each():
     c = cluster(1, 1, 1).feed(job("a", stages=2), job("b", stages=2))
     assert (c.job("a").state, c.job("b").state) == (STARTING, QUEUED)
     assert len(c.state.reservations) == 2
+
+
+def test_what_a_tenant_submits_behind_the_head_does_not_eat_the_quota_that_the_head_waits_with():
+    gpu = (("gpu", "a"),)
+    c = cluster(2).feed(registration("g", 2, labels=gpu))
+    c.state = replace(c.state, quotas={"t": 2})
+    c.feed(job("other", tenant="u", node_selector=gpu)).run()
+    c.feed(job("head", 2, tenant="t", node_selector=gpu), job("small", tenant="t"))
+    assert c.job("small").pending_reason == "needs 1 slot, tenant t may hold 2 and holds 0, with 2 kept for head"
+    c.feed(job("later", tenant="u", node_selector=gpu))
+    assert c.job("later").state is QUEUED  # the slot is kept as well
+    c.feed(events.CancelRequested("other")).empty(1)
+    assert c.job("head").state is STARTING
+
+
+def test_a_job_that_fits_nowhere_holds_up_nobody_of_its_tenant():
+    c = cluster(4)
+    c.state = replace(c.state, quotas={"t": 4})
+    c.feed(job("s0", tenant="t"), job("never", 4, tenant="t", node_selector=(("gpu", "h100"),)), job("s1", tenant="t"))
+    assert c.job("s1").state is STARTING
+    assert c.job("never").pending_reason.startswith("needs 4 slots on nodes with gpu=h100")
