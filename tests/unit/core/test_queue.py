@@ -161,3 +161,32 @@ def test_a_job_that_fits_nowhere_holds_up_nobody_of_its_tenant():
     c.feed(job("s0", tenant="t"), job("never", 4, tenant="t", node_selector=(("gpu", "h100"),)), job("s1", tenant="t"))
     assert c.job("s1").state is STARTING
     assert c.job("never").pending_reason.startswith("needs 4 slots on nodes with gpu=h100")
+
+
+def test_nobody_makes_room_that_is_only_enough_with_a_node_that_is_away():
+    c = cluster(1, 1).feed(job("low")).run()
+    away = {"n1": "n2", "n2": "n1"}[c.node_of(0)]
+    c.feed(events.NodeDisconnected(away, 0), job("high", 2, priority=5))
+    assert c.job("low").state is RUNNING
+    assert c.job("high").pending_reason.endswith("next in line, after low")
+    c.feed(registration(away, 1))
+    assert c.job("low").state is JobState.PREEMPTING
+
+
+def test_the_head_takes_other_slots_than_those_kept_for_it_where_lower_priorities_came_to_be():
+    c = cluster(4, 2, 2).feed(job("a", 4)).run(1).feed(job("b1", 2)).run(2).feed(job("b2", 2)).run(3)
+    c.feed(job("head", 4))
+    kept = c.job("head").earmark
+    assert {node_id for node_id, _slot in kept} == {"n1"}
+    c.feed(job("l1", 2, priority=-5), job("l2", 2, priority=-5))
+    for ended, fence in (("b1", 2), ("b2", 3)):
+        c.feed(events.CancelRequested(ended)).empty(fence)
+    assert (states(c)["l1"], states(c)["l2"]) == ("preempting", "queued")
+    c.empty(fence_of(c, "l1"))
+    assert c.job("head").state is STARTING
+
+
+def test_the_highest_and_oldest_priorities_are_spared_where_fewer_suffice():
+    c = cluster(1, 1, 3).feed(job("p0", priority=0)).run(1).feed(job("p1", priority=1)).run(2)
+    c.feed(job("p2", 3, priority=2)).run(3).feed(job("high", 4, priority=9))
+    assert [each for each, state in states(c).items() if state == "preempting"] == ["p0", "p2"]
