@@ -154,7 +154,8 @@ def _after(draft: Draft, slots: tuple[SlotKey, ...]) -> str:
 def _wait(draft: Draft, job: Job, reason: str) -> None:
     job = draft.jobs[job.job_id]
     if job.aborts and not reason.startswith("waits"):
-        reason = f"{reason} (attempt {job.attempt} could not be started)"
+        times = "once" if job.aborts == 1 else f"{job.aborts} times"
+        reason = f"{reason} (it could not be started {times})"
     if job.pending_reason != reason:
         draft.put_job(replace(job, pending_reason=reason))
         draft.record("job_waits", reason, job_id=job.job_id)
