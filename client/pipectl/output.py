@@ -69,7 +69,7 @@ def node_state_name(node: cluster_pb2.Node) -> str:
 def node_flags(node: cluster_pb2.Node) -> str:
     """Return why a node takes no new work, with who, why and when; "open" if it does."""
     flags = []
-    for name, flag in (("drained", node.drain), ("cordoned", node.cordon)):
+    for name, flag in (("being drained" if node.attempts else "drained", node.drain), ("cordoned", node.cordon)):
         if flag.who:
             why = f": {flag.why}" if flag.why else ""
             flags.append(f"{name} by {flag.who} {age(flag.at)} ago{why}")

@@ -18,8 +18,9 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from piped.core.specs import LABEL, NAME
+
 EXIT_CONFIG = 78
-LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]{0,61}[A-Za-z0-9])?")
 NODE_NAME = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62})$")
 
 
@@ -190,9 +191,14 @@ def _typed(key: str, value: object, declared: str, where: str) -> object:
 
 def _labels(raw: dict[str, object] | list[str], where: str) -> Labels:
     """Return the labels of a table, or of KEY=VALUE flags."""
+    for text in raw if isinstance(raw, list) else ():
+        if "=" not in text:
+            raise ConfigError(f"labels: {text!r} ({where}) has no '='; write KEY=VALUE, or {text}= for an empty value")
     pairs = list(raw.items()) if isinstance(raw, dict) else [text.partition("=")[::2] for text in raw]
-    labels = {}
+    labels: dict[str, str] = {}
     for name, value in pairs:
+        if name in labels:
+            raise ConfigError(f"labels: {name} ({where}) is given twice, {labels[name]!r} and {value!r}; give it once")
         if not isinstance(value, str) or not LABEL.fullmatch(name) or not (value == "" or LABEL.fullmatch(value)):
             raise ConfigError(
                 f"labels: {name}={value} ({where}) is no label; write KEY=VALUE of at most 63 letters, digits, '.', '_', '-' "
@@ -205,6 +211,11 @@ def _labels(raw: dict[str, object] | list[str], where: str) -> Labels:
 def _quotas(raw: dict[str, object], where: str) -> Quotas:
     quotas = {}
     for tenant, slots in raw.items():
+        if not NAME.fullmatch(tenant):
+            raise ConfigError(
+                f"quotas: {tenant!r} ({where}) can be no job's tenant: use 1 to 63 of a-z, 0-9, '-', '.', a letter or digit "
+                "at both ends"
+            )
         if not isinstance(slots, int) or isinstance(slots, bool) or slots < 0:
             raise ConfigError(f"quotas.{tenant}: {slots!r} ({where}) is no number of slots; write 0 or more")
         quotas[tenant] = slots

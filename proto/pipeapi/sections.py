@@ -55,7 +55,9 @@ class Checkpoint(Strict):
 class Recovery(Strict):
     """How a job ends and what it survives."""
 
-    grace: Seconds = Field(30, description="between SIGTERM and SIGKILL when the job is cancelled")
+    grace: Seconds = Field(
+        30, description="between SIGTERM and SIGKILL when the job is cancelled, preempted or drained from a node"
+    )
     start_timeout: Timeout = Field(
         600, description="for the nodes to prepare, and again for every rank to import, cut, compile and join"
     )

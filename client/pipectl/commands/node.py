@@ -81,7 +81,7 @@ def forget(coordinator: str | None, node: str, why: str) -> None:
 
 def _follow(api: Coordinator, node: cluster_pb2.Node) -> None:
     """Print what the drain waits for whenever that changes, until nothing is left."""
-    shown = ""
+    shown, name = "", node.node_name
     try:
         while node.attempts and node.HasField("drain"):
             if (line := waits_for(node)) != shown:
@@ -92,8 +92,9 @@ def _follow(api: Coordinator, node: cluster_pb2.Node) -> None:
         output.note(f"detached; the drain goes on. pipectl get nodes {node.node_name} -o wide shows it")
         sys.exit(int(Exit.DETACHED))
     if not node.node_id:
-        output.note("the node was forgotten; nothing of it is left")
-    elif not node.HasField("drain"):
+        told = f"{output.safe(name)} was forgotten while it was drained: nobody knows whether anything still runs there"
+        raise CommandError(told, Exit.CONFLICT)
+    if not node.HasField("drain"):
         raise CommandError(f"the drain of {node.node_name} was called off", Exit.CONFLICT)
     else:
         output.note(f"{output.safe(node.node_name)} is drained")

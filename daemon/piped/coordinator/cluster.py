@@ -19,14 +19,22 @@ MAX_TEXT = 256
 MAX_DRAIN_S = 7 * 86_400.0
 
 
-def find_node(state: State, text: str) -> Node:
-    """Return the node of that id, else the one of that name. Raises NotFoundError with near names."""
+def find_node(state: State, text: str, *, also_forgotten: bool = False) -> Node:
+    """Return the node of that id, else the one of that name; one that was forgotten only `also_forgotten`, if no other has it.
+
+    Raises SpecError for an empty text, NotFoundError with near names.
+    """
+    if not text:
+        raise SpecError((FieldViolation("node", "is empty; give a node's name or id (pipectl get nodes)"),))
     if text in state.nodes:
         return state.nodes[text]
-    named = [node for node in state.nodes.values() if node.node_name == text and node.state is not NodeState.FENCED]
+    known = [node for node in state.nodes.values() if node.state is not NodeState.FENCED]
+    named = [node for node in known if node.node_name == text]
+    if also_forgotten and not named:
+        named = [node for node in state.nodes.values() if node.node_name == text]
     if named:
         return min(named, key=lambda node: node.is_gone)
-    near = difflib.get_close_matches(text, {node.node_name for node in state.nodes.values()}, n=3)
+    near = difflib.get_close_matches(text, {node.node_name for node in known}, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else "see pipectl get nodes"
     raise NotFoundError(f"no node has the id or name {text!r}; {hint}")
 
@@ -76,7 +84,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def ForgetNode(
         self, request: cluster_pb2.ForgetNodeRequest, _context: object
     ) -> cluster_pb2.ForgetNodeResponse:
-        node_id = find_node(self._engine.state, request.node).node_id
+        node_id = find_node(self._engine.state, request.node, also_forgotten=True).node_id
         check_texts(who=request.who, why=request.why)
         return cluster_pb2.ForgetNodeResponse(
             node=await self._after(ForgetRequested(node_id, request.who, request.why), node_id)

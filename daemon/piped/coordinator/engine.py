@@ -66,7 +66,9 @@ class _Batch:
     def keep(self, after: State, effects: Iterable[fx.Effect]) -> None:
         """Make one decision part of the transaction."""
         self.state = after
-        self.effects.update(dict.fromkeys(effects))
+        for effect in effects:
+            self.effects.pop(effect, None)  # one that comes again takes its new place: it may replace one in between
+            self.effects[effect] = None
         self.records += [each.record for each in effects if isinstance(each, fx.WriteRecord)]
 
 
@@ -197,10 +199,10 @@ class Engine:
                     pass  # done before the commit
                 case fx.ArmStartDeadline(fence, after_s):
                     self._arm(StartDeadlinePassed(fence), after_s)
-                case fx.ArmDrainDeadline(node_id, after_s):
-                    self._arm(DrainDeadlinePassed(node_id), after_s)
-                case fx.ArmQuarantineEnd(node_id, after_s):
-                    self._arm(QuarantineEnded(node_id), after_s)
+                case fx.ArmDrainDeadline(node_id, at_s, after_s):
+                    self._arm(DrainDeadlinePassed(node_id, at_s), after_s)
+                case fx.ArmQuarantineEnd(node_id, at_s, after_s):
+                    self._arm(QuarantineEnded(node_id, at_s), after_s)
                 case fx.SendDesired(node_id) if self.links is not None:
                     self.links.send_desired(node_id)
                 case fx.CloseSession(node_id, reason) if self.links is not None:

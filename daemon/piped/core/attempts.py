@@ -2,7 +2,8 @@
 
 A fact changes what is known of a worker; then `_judge` decides whether the attempt runs, has succeeded or must stop.
 `stop_trigger` and `outcome` are written once. STOPPING ends when every node of the attempt has reported it empty;
-nodes that are LOST are not waited for, but their slots stay reserved.
+nodes that are LOST are not waited for, but their slots stay reserved. A preempted one, whose job is to start anew, also
+waits for LOST nodes whose ranks may still run: until they report, or are forgotten.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def cancel(draft: Draft, job: Job) -> bool:
         return True
     if attempt.outcome in (_A.ABORTED, _A.PREEMPTED):
         jobs.start_cancelling(draft, job)
+        settle(draft, attempt)
         return True
     return False
 
@@ -230,7 +232,10 @@ def settle(draft: Draft, attempt: Attempt) -> None:
     if attempt.state is not _A.STOPPING:
         return
     holders = {key[0] for key, fence in draft.reservations.items() if fence == attempt.fence}
-    if any(not draft.nodes[node_id].is_gone for node_id in holders):
+    is_awaited = any(not draft.nodes[node_id].is_gone for node_id in holders)
+    unknown = _may_run_on(draft, attempt, holders)
+    _tell_wait(draft, attempt.job_id, [] if is_awaited else unknown)
+    if is_awaited or unknown:
         return
     outcome = attempt.outcome
     assert outcome is not None
@@ -253,6 +258,27 @@ def settle(draft: Draft, attempt: Attempt) -> None:
     else:
         assert attempt.verdict is not None
         jobs.end(draft, job.job_id, JobState.FAILED, attempt.verdict.sentence, attempt.verdict)
+
+
+def _may_run_on(draft: Draft, attempt: Attempt, holders: set[str]) -> list[str]:
+    """Return the names of the LOST nodes that may still run ranks of an attempt whose job is to start anew."""
+    is_committed = attempt.prepared_nodes.issuperset(attempt.node_ids)
+    if not is_committed or draft.jobs[attempt.job_id].state is not JobState.PREEMPTING:
+        return []
+    left = (each for each in attempt.placement if not attempt.workers[each.rank].has_ended)
+    gone = (each for each in left if each.node_id in holders and draft.nodes[each.node_id].is_gone)
+    return list(dict.fromkeys(each.node_name for each in gone))
+
+
+def _tell_wait(draft: Draft, job_id: str, names: list[str]) -> None:
+    """Have a job that is being preempted say which LOST nodes keep it from the queue."""
+    job = draft.jobs[job_id]
+    told = f"waits for {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} lost and may still run it: "
+    reason = told + "until it reports, or pipectl forget says that it is gone" if names else ""
+    if job.state is JobState.PREEMPTING and job.pending_reason != reason:
+        draft.put_job(replace(job, pending_reason=reason))
+        if reason:
+            draft.record("job_waits", reason, job_id=job_id)
 
 
 def _stop(draft: Draft, attempt: Attempt, outcome: AttemptState, trigger: str, *, grace_s: float) -> None:

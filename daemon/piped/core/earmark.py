@@ -1,7 +1,8 @@
 """Which slots are kept for the head of the queue, and which attempts make room for it.
 
-Free slots first, then those of attempts that are being stopped, then of lower priorities, then of the oldest attempts. An
-earmark stands as long as all its slots can be used, so that the job only ever gets closer. Called by `queue` alone.
+Free slots first, then those of attempts that are being stopped, then of lower priorities, then those of nodes that are away
+for a moment, then of the oldest attempts. An earmark stands as long as all its slots can be used, so that the job only ever
+gets closer; it is left for one that waits for nobody's end and no node's return. Called by `queue` alone.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from piped.core import placement
-from piped.core.model import Attempt, AttemptState, Job, Node, SlotKey
+from piped.core.model import Attempt, AttemptState, Job, Node, NodeState, SlotKey
 
-_FREE, _STOPPING, _LOWER, _OTHER = range(4)
+_FREE, _STOPPING, _LOWER, _AWAY, _OTHER = range(5)  # from _AWAY on nothing that the queue does makes room
 Cost = tuple[int, int, int]  # one of the above, priority, order among those
 
 
@@ -24,36 +25,46 @@ def choose(
 ) -> tuple[tuple[SlotKey, ...], tuple[int, ...]]:
     """Return the slots that `job` waits for, and the fences to preempt so that it can start as soon as they are empty.
 
-    Nobody is preempted unless that is enough. The cluster must be large enough for the job.
+    Nobody is preempted unless that is enough with the nodes that are READY, and of those who could be the lowest priorities
+    and the newest. The cluster must be large enough for the job.
     """
 
     def cost(key: SlotKey) -> Cost:
+        is_here = nodes[key[0]].state is NodeState.READY
         fence = reservations.get(key)
         if fence is None:
-            return _FREE, 0, 0
+            return (_FREE if is_here else _AWAY), 0, 0
         if attempts[fence].state is AttemptState.STOPPING or attempts[fence].is_terminal:
-            return _STOPPING, 0, fence
+            return (_STOPPING if is_here else _AWAY), 0, fence
         priority = jobs[attempts[fence].job_id].spec.priority
-        if priority < job.spec.priority:
+        if is_here and priority < job.spec.priority:
             return _LOWER, priority, -fence
         return _OTHER, 0, fence
 
     groups = placement.usable(job.spec, nodes.values())
     costs = {key: cost(key) for group in groups for key in group}
-    slots = job.earmark if job.earmark and costs.keys() >= set(job.earmark) else _cheapest(job, groups, costs)
-    if any(costs[key][0] == _OTHER for key in slots):
+    slots = _cheapest(job, groups, costs)
+    stands = job.earmark and costs.keys() >= set(job.earmark)
+    if stands and (_has_to_wait(slots, costs) or not _has_to_wait(job.earmark, costs)):
+        slots = job.earmark
+    if _has_to_wait(slots, costs):
         return slots, ()
     victims = _victims(slots, costs, reservations)
-    for fence in victims:  # spare whom the slots of the others make superfluous
+    by_worth = sorted(victims, key=lambda fence: (-jobs[attempts[fence].job_id].spec.priority, fence))
+    for fence in by_worth:  # spare whom the slots of the others make superfluous
         spared = {
             key
             for key, each in costs.items()
-            if each[0] == _OTHER or (each[0] == _LOWER and reservations[key] not in victims - {fence})
+            if each[0] >= _AWAY or (each[0] == _LOWER and reservations[key] not in victims - {fence})
         }
         fewer = _cheapest(job, [tuple(key for key in group if key not in spared) for group in groups], costs)
         if len(fewer) == job.spec.world_size:
             slots, victims = fewer, _victims(fewer, costs, reservations)
     return slots, tuple(sorted(victims))
+
+
+def _has_to_wait(slots: tuple[SlotKey, ...], costs: Mapping[SlotKey, Cost]) -> bool:
+    return any(costs[key][0] >= _AWAY for key in slots)
 
 
 def _victims(

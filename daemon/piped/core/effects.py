@@ -36,17 +36,19 @@ class ArmStartDeadline:
 
 @dataclass(frozen=True, slots=True)
 class ArmDrainDeadline:
-    """Post DrainDeadlinePassed for the node after so many seconds; replaces an earlier one of the node."""
+    """Post DrainDeadlinePassed for the node's drain of `at_s` after so many seconds; replaces an earlier one of that drain."""
 
     node_id: str
+    at_s: float
     after_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class ArmQuarantineEnd:
-    """Post QuarantineEnded for the node after so many seconds; replaces an earlier one of the node."""
+    """Post QuarantineEnded for the node's quarantine of `at_s` after so many seconds; replaces an earlier one of that one."""
 
     node_id: str
+    at_s: float
     after_s: float
 
 
@@ -89,6 +91,10 @@ def pending(state: State, now_s: float) -> tuple[Effect, ...]:
     nodes = state.nodes.values()
     return (
         *(ArmStartDeadline(each.fence, state.jobs[each.job_id].spec.start_timeout_s) for each in starting),
-        *(ArmDrainDeadline(each.node_id, each.drain.left_s(now_s)) for each in nodes if each.drain),
-        *(ArmQuarantineEnd(each.node_id, each.quarantine.left_s(now_s)) for each in nodes if each.quarantine),
+        *(ArmDrainDeadline(each.node_id, each.drain.at_s, each.drain.left_s(now_s)) for each in nodes if each.drain),
+        *(
+            ArmQuarantineEnd(each.node_id, each.quarantine.at_s, each.quarantine.left_s(now_s))
+            for each in nodes
+            if each.quarantine
+        ),
     )

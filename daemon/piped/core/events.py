@@ -79,12 +79,18 @@ class ForgetRequested:
 
 @dataclass(frozen=True, slots=True)
 class DrainDeadlinePassed:
+    """The deadline of the drain that was asked for at `at_s` has passed."""
+
     node_id: str
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineEnded:
+    """The time of the quarantine that began at `at_s` is over."""
+
     node_id: str
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Job lifecycle: the table of a job's states, and how a job ends, is cancelled or goes back to the queue.
 
-Called by `requests`, which accepts and places jobs, and by `attempts`, whose ends become ends of jobs.
+Called by `requests` and `queue`, which accept, hold and cancel jobs, and by `attempts`, which places them and whose ends
+become ends of jobs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from piped.core.draft import Draft
 from piped.core.model import Failure, FailureReason, Job, JobState
 from piped.errors import IllegalTransition
 
-MAX_ABORTS = 3  # attempts that never started before the job is given up
+MAX_ABORTS = 3  # attempts in a row that never started before the job is given up
 
 NEXT: dict[JobState, frozenset[JobState]] = {  # what is not in a row is illegal, and raises
     JobState.QUEUED: frozenset({JobState.HELD, JobState.STARTING, JobState.CANCELLED}),
@@ -35,6 +36,8 @@ def move(job: Job, to: JobState, now_s: float) -> Job:
     moved = replace(job, state=to, pending_reason="", earmark=())
     if to is JobState.RUNNING and job.started_s is None:
         moved = replace(moved, started_s=now_s)
+    if to is JobState.RUNNING:
+        moved = replace(moved, aborts=0)
     return replace(moved, finished_s=now_s) if moved.is_terminal else moved
 
 

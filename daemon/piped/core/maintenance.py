@@ -38,19 +38,26 @@ def uncordon(draft: Draft, event: events.UncordonRequested) -> str:
 def drain(draft: Draft, event: events.DrainRequested) -> str:
     """Empty the node: nothing new, what has not started goes elsewhere at once, the rest may go on until the deadline.
 
-    The newest request counts, so that a deadline can be moved.
+    The newest request counts, so that a deadline can be moved. Raises WrongStateError for a node that was forgotten.
     """
     node = _node(draft, event.node_id)
+    if node.state is NodeState.FENCED:
+        raise WrongStateError(
+            f"node {node.node_name} was forgotten: there is nothing to drain until it registers again"
+        )
+    was_done = node.drain is not None and not _attempts_on(draft, event.node_id)
     node = replace(node, drain=Drain(event.who, event.why, draft.now_s, event.within_s))
     draft.put_node(node)
     told = f"{_told(event.who, event.why)}; what runs there is stopped in {event.within_s:g} s"
+    if node.state is NodeState.LOST and _attempts_on(draft, event.node_id):
+        told += f"; {node.node_name} is lost: it must come back and report, or pipectl forget ends the drain"
     draft.record("node_draining", told, node_name=node.node_name)
     for attempt in _attempts_on(draft, event.node_id):
         if attempt.state is AttemptState.PREPARING or not event.within_s:
             attempts.preempt(draft, attempt, f"node {node.node_name} is {node.closed_because}")
     if event.within_s:
-        draft.add_effect(ArmDrainDeadline(event.node_id, event.within_s))
-    if not _attempts_on(draft, event.node_id):
+        draft.add_effect(ArmDrainDeadline(event.node_id, draft.now_s, event.within_s))
+    if not was_done and not _attempts_on(draft, event.node_id):
         attempts.note_drained(draft, event.node_id)
     draft.place_queued()
     return "draining"
@@ -59,8 +66,8 @@ def drain(draft: Draft, event: events.DrainRequested) -> str:
 def drain_deadline_passed(draft: Draft, event: events.DrainDeadlinePassed) -> str:
     """Stop with grace what is still on the node; the jobs go back to the queue."""
     node = draft.nodes.get(event.node_id)
-    if node is None or node.drain is None:
-        return "the drain was called off"
+    if node is None or node.drain is None or node.drain.at_s != event.at_s:
+        return "the drain was called off, or has another deadline"
     left = _attempts_on(draft, event.node_id)
     for attempt in left:
         attempts.preempt(draft, attempt, f"node {node.node_name} is {node.closed_because}")
@@ -68,7 +75,8 @@ def drain_deadline_passed(draft: Draft, event: events.DrainDeadlinePassed) -> st
 
 
 def forget(draft: Draft, event: events.ForgetRequested) -> str:
-    """Free the slots of a LOST node; ranks that had not ended are gone, and their jobs fail for it.
+    """Free the slots of a LOST node; ranks that had not ended are gone, and their jobs fail for it. One that was being
+    preempted goes back to the queue. Ends a drain.
 
     Raises WrongStateError for a node that may still be there. If it comes back all the same, its attempts hold its slots
     again until it has stopped them.
@@ -84,7 +92,11 @@ def forget(draft: Draft, event: events.ForgetRequested) -> str:
         )
     draft.put_node(nodes.move(node, NodeState.FENCED))
     draft.record("node_forgotten", _told(event.who, event.why), node_name=node.node_name)
-    for attempt in _attempts_on(draft, event.node_id):
+    left = _attempts_on(draft, event.node_id)
+    if node.drain is not None and left:
+        told = "forgotten; whether anything still runs there is not known"
+        draft.record("node_drained", told, node_name=node.node_name)
+    for attempt in left:
         draft.release(event.node_id, attempt.fence)
         if attempt.state in (AttemptState.COMMITTED, AttemptState.RUNNING):
             attempts.lose_ranks(draft, attempt, event.node_id)

@@ -161,7 +161,7 @@ class Node:
     def closed_because(self) -> str:
         """Return why it takes no new work; empty: it does."""
         if self.drain is not None:
-            return f"drained by {self.drain.who}{_because(self.drain.why)}"
+            return f"being drained by {self.drain.who}{_because(self.drain.why)}"
         if self.cordon is not None:
             return f"cordoned by {self.cordon.who}{_because(self.cordon.why)}"
         return f"in quarantine: {self.quarantine.why}" if self.quarantine is not None else ""
@@ -242,7 +242,7 @@ class Job:
     pending_reason: str = ""
     attempt: int = 0
     fence: int = 0
-    aborts: int = 0  # attempts that never started
+    aborts: int = 0  # attempts that never started since the job last ran
     started_s: float | None = None
     finished_s: float | None = None
     failure: Failure | None = None

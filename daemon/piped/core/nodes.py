@@ -176,9 +176,11 @@ def _take_back_slots(draft: Draft, event: events.NodeRegistered) -> None:
 
 
 def _compare(draft: Draft, event: events.NodeRegistered) -> None:
-    """Find the started attempts of which the node holds nothing any more."""
+    """Find the started attempts of which the node holds nothing any more, and wait again for those that stop."""
     observed = {each.fence for each in event.attempts}
     for fence in {holder for key, holder in draft.reservations.items() if key[0] == event.node_id}:
         attempt = draft.attempts[fence]
         if attempt.state in _STARTED and fence not in observed:
             attempts.lose_ranks(draft, attempt, event.node_id)
+        elif attempt.state is AttemptState.STOPPING:
+            attempts.settle(draft, attempt)  # it is waited for again, no more given up

@@ -68,10 +68,10 @@ def _suits(spec: JobSpec, node: Node) -> bool:
 
 
 def _device_kind(spec: JobSpec, live: Iterable[Node]) -> str:
-    """Return the one kind of device of the gang; a GPU node that is away for a moment still counts."""
+    """Return the one kind of device of the gang; a GPU node that is away for a moment still counts, a closed one doesn't."""
     if spec.device != "auto":
         return spec.device
-    num_cuda = sum(slot.kind == "cuda" for node in live for slot in node.slots)
+    num_cuda = sum(slot.kind == "cuda" for node in live if not node.closed_because for slot in node.slots)
     return "cuda" if num_cuda >= spec.world_size else "cpu"
 
 

@@ -34,7 +34,7 @@ def strike(draft: Draft, node_id: str, job_id: str, why: str) -> None:
         draft.put_node(replace(node, strikes=strikes, quarantine=put_away))
         told = f"no new work for {QUARANTINE_S:g} s (pipectl uncordon ends it): {put_away.why}"
         draft.record("node_quarantined", told, node_name=node.node_name)
-        draft.add_effect(ArmQuarantineEnd(node_id, QUARANTINE_S))
+        draft.add_effect(ArmQuarantineEnd(node_id, draft.now_s, QUARANTINE_S))
 
 
 def clear(draft: Draft, node_ids: Iterable[str]) -> None:
@@ -47,7 +47,7 @@ def clear(draft: Draft, node_ids: Iterable[str]) -> None:
 def ended(draft: Draft, event: events.QuarantineEnded) -> str:
     """Open the node again, on probation: one strike is left."""
     node = draft.nodes.get(event.node_id)
-    if node is None or node.quarantine is None:
+    if node is None or node.quarantine is None or node.quarantine.at_s != event.at_s:
         return "it is over already"
     draft.put_node(replace(node, quarantine=None, strikes=node.strikes[-(MAX_STRIKES - 1) :]))
     draft.record("quarantine_ended", "one strike is left", node_name=node.node_name)

@@ -2,8 +2,8 @@
 
 Higher priority first, then first come. The first job that the cluster could hold but that finds no room is the head: slots
 are earmarked for it, others are filled with whatever fits behind it. An earmarked slot goes to nobody behind the head, so
-it can only get closer to its turn. Jobs of a lower priority are preempted where that lets the head start. A job that the
-cluster can't hold at all blocks nobody. Called by `machine` alone.
+it can only get closer to its turn; of its tenant's quota as much is kept for it. Jobs of a lower priority are preempted
+where that lets the head start. A job that the cluster can't hold at all blocks nobody. Called by `machine` alone.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
     head: Job | None = None
     quotas = _Quotas(draft)
     for job in queue:
-        if over := quotas.refusal(job):
-            _wait(draft, job, over)
-            continue
         shape = placement.shape_of(job.spec)
         if shape not in shapes:
             shapes[shape] = placement.can_ever_fit(job.spec, draft.nodes.values())
+        if shapes[shape] and (over := quotas.refusal(job)):
+            _wait(draft, job, over)
+            continue
         if shape not in refused:
             taken: Mapping[SlotKey, int] = draft.reservations
             if head is not None:
@@ -75,6 +75,7 @@ def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
             _wait(draft, job, refused[shape])
         elif head is None:
             head = _lead(draft, job, refused.pop(shape))
+            quotas.keep(job)
         else:
             _wait(draft, job, f"waits behind {head.spec.name}")
     for each in queue:  # only the head has one
@@ -91,6 +92,7 @@ class _Quotas:
         self._limits = draft.quotas
         self._held: Counter[str] = Counter()
         self._waiting: dict[str, str] = {}  # tenant → the job of it that waits first
+        self._head: Job | None = None
         if self._limits:
             fences = Counter(draft.reservations.values())
             for fence, count in fences.items():
@@ -104,15 +106,22 @@ class _Quotas:
             return ""
         if tenant in self._waiting:
             return f"waits behind {self._waiting[tenant]} of tenant {tenant}"
-        if self._held[tenant] + need <= limit:
+        head = self._head if self._head is not None and self._head.spec.tenant == tenant else None
+        kept = head.spec.world_size if head is not None else 0
+        if self._held[tenant] + kept + need <= limit:
             return ""
         if need <= limit:
             self._waiting[tenant] = job.spec.name
-        return f"needs {need} slots, tenant {tenant} may hold {limit} and holds {self._held[tenant]}"
+        told = f"needs {need} slot{'' if need == 1 else 's'}, tenant {tenant} may hold {limit}"
+        return f"{told} and holds {self._held[tenant]}" + (f", with {kept} kept for {head.spec.name}" if head else "")
 
     def take(self, job: Job) -> None:
         """Note that the job got its slots."""
         self._held[job.spec.tenant] += job.spec.world_size
+
+    def keep(self, head: Job) -> None:
+        """Note the head of the queue: jobs behind it may not use what it needs of its tenant's quota."""
+        self._head = head
 
 
 def order(job: Job) -> tuple[int, int]:
@@ -145,7 +154,8 @@ def _after(draft: Draft, slots: tuple[SlotKey, ...]) -> str:
 def _wait(draft: Draft, job: Job, reason: str) -> None:
     job = draft.jobs[job.job_id]
     if job.aborts and not reason.startswith("waits"):
-        reason = f"{reason} (attempt {job.attempt} could not be started)"
+        times = "once" if job.aborts == 1 else f"{job.aborts} times"
+        reason = f"{reason} (it could not be started {times})"
     if job.pending_reason != reason:
         draft.put_job(replace(job, pending_reason=reason))
         draft.record("job_waits", reason, job_id=job.job_id)

@@ -101,8 +101,19 @@ def test_a_lost_node_is_forgotten_and_a_live_one_is_not(served: Served) -> None:
                 return (await client.nodes())["n1"].state == cluster_pb2.NODE_STATE_LOST
 
             await until(is_lost, "the end of its lease")
+            draining = asyncio.create_task(pipectl(coordinator.address, "drain", "n1", "--deadline", "1h"))
+
+            async def is_drained() -> bool:
+                return (await client.nodes())["n1"].HasField("drain")
+
+            await until(is_drained, "the drain")
+            assert "being drained by " in (await pipectl(coordinator.address, "get", "nodes"))[1]
             code, printed = await pipectl(coordinator.address, "forget", "n1", "--why", "burnt")
             assert (code, printed) == (0, "n1 (id-n1) is forgotten\n")
+            code, printed = await draining
+            assert code == 7 and "nobody knows whether anything still runs there" in printed
+            assert (await pipectl(coordinator.address, "forget", "n1"))[0] == 0  # as when the answer was lost
+            assert (await pipectl(coordinator.address, "drain", "id-n1", "--deadline", "0"))[0] == 7
             assert "n1" not in await client.nodes()
             failure = (await client.until_state(job_id, "FAILED")).failure
             assert failure.node_name == "n1" and "vanished" in failure.message

@@ -10,7 +10,7 @@ import pytest
 
 from piped.coordinator.engine import Engine
 from piped.core import events
-from piped.core.model import State
+from piped.core.model import JobState, State
 from piped.errors import ConflictError, UnavailableError
 from tests.unit.core.build import registration, submission
 
@@ -172,5 +172,25 @@ def test_what_is_posted_before_the_end_is_durable_at_the_end():
             await engine.post(registration("n1"))
             engine.post_later(events.NodeDisconnected("n1", 0))
         assert disk.state.nodes["n1"].state.value == "disconnected"
+
+    asyncio.run(scenario())
+
+
+def test_of_several_drains_in_one_transaction_the_last_ones_deadline_counts(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1000.0)  # a clock that tells them not apart
+
+    async def scenario():
+        async with running() as (engine, _disk):
+            await engine.post(registration("n1", 1))
+            await engine.post(submission(stages=1))
+            await engine.post(events.AttemptPrepared("n1", 1))
+            changed, end = engine.watch("j1")
+            drains = (events.DrainRequested("n1", "ann", "", within_s) for within_s in (0.01, 3600.0, 0.01))
+            await asyncio.gather(*(engine.post(each) for each in drains))
+            async with asyncio.timeout(20):
+                while engine.state.jobs["j1"].state is not JobState.PREEMPTING:
+                    changed.clear()
+                    await changed.wait()
+            end()
 
     asyncio.run(scenario())

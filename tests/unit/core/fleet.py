@@ -216,10 +216,10 @@ class Fleet:
             match effect:
                 case effects.ArmStartDeadline(fence, after_s):
                     self.timers[events.StartDeadlinePassed(fence)] = self.now_s + after_s
-                case effects.ArmDrainDeadline(node_id, after_s):
-                    self.timers[events.DrainDeadlinePassed(node_id)] = self.now_s + after_s
-                case effects.ArmQuarantineEnd(node_id, after_s):
-                    self.timers[events.QuarantineEnded(node_id)] = self.now_s + after_s
+                case effects.ArmDrainDeadline(node_id, at_s, after_s):
+                    self.timers[events.DrainDeadlinePassed(node_id, at_s)] = self.now_s + after_s
+                case effects.ArmQuarantineEnd(node_id, at_s, after_s):
+                    self.timers[events.QuarantineEnded(node_id, at_s)] = self.now_s + after_s
                 case effects.SendDesired(node_id) if node_id in self.open:
                     body = (self.state.event_seq, desired.of_node(self.state, node_id))
                     self.network.append(Message(node_id, self.open[node_id], "desired", body))

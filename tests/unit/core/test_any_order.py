@@ -110,8 +110,8 @@ class AnyOrder(RuleBasedStateMachine):
             "c": events.CordonRequested(node, "ann", ""),
             "u": events.UncordonRequested(node, "ann"),
             "d": events.DrainRequested(node, "ann", "", within_s),
-            "p": events.DrainDeadlinePassed(node),
-            "q": events.QuarantineEnded(node),
+            "p": events.DrainDeadlinePassed(node, 1.0),
+            "q": events.QuarantineEnded(node, 1.0),
             "f": events.ForgetRequested(node, "ann", ""),
         }
         self.feed(asked[verb])

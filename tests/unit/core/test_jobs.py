@@ -303,3 +303,15 @@ def test_no_table_leads_out_of_a_terminal_state():
         attempts.move(c.attempt(), AttemptState.RUNNING)
     with pytest.raises(IllegalTransition):
         nodes.move(replace(c.state.nodes["n1"], state=NodeState.LOST), NodeState.DISCONNECTED)
+
+
+def test_attempts_that_could_not_be_started_count_only_until_the_job_runs():
+    c = cluster(2).feed(submission())
+    for fence in (1, 3, 5):
+        c.feed(events.PrepareRefused("n1", fence, "hiccup")).empty(fence)
+        assert (c.job().state, c.job().aborts) == (JobState.STARTING, 1)
+        c.run(fence + 1)
+        assert c.job().aborts == 0
+        c.feed(events.DrainRequested("n1", "ann", "", 0.0)).empty(fence + 1)
+        assert "could not be started" not in c.job().pending_reason
+        c.feed(events.UncordonRequested("n1", "ann"))

@@ -40,7 +40,7 @@ def test_flags_survive_a_lost_lease_and_a_new_registration():
 
 def test_a_drain_lets_jobs_end_until_its_deadline_and_is_done_when_the_last_has_left():
     c = cluster(2).feed(submission()).run().feed(drain())
-    assert effects.ArmDrainDeadline("n1", 60.0) in c.effects
+    assert effects.ArmDrainDeadline("n1", 1000.0, 60.0) in c.effects
     assert (c.job().state, "node_drained" in names(c)) == (JobState.RUNNING, False)
     c.done(0).exit(0).done(1).exit(1)
     assert (c.job().state, "node_drained" in names(c)) == (JobState.SUCCEEDED, False)
@@ -49,7 +49,7 @@ def test_a_drain_lets_jobs_end_until_its_deadline_and_is_done_when_the_last_has_
 
 
 def test_at_the_deadline_of_a_drain_jobs_are_stopped_with_grace_and_placed_elsewhere():
-    c = cluster(2, 2).feed(submission()).run().feed(drain(), events.DrainDeadlinePassed("n1"))
+    c = cluster(2, 2).feed(submission()).run().feed(drain(), events.DrainDeadlinePassed("n1", 1000.0))
     assert (c.job().state, c.attempt().grace_s) == (JobState.PREEMPTING, 5.0)
     assert [each.phase for each in desired.of_node(c.state, "n1")] == [desired.Phase.STOP]
     c.empty()
@@ -72,11 +72,11 @@ def test_what_has_not_started_leaves_a_drained_node_at_once_and_is_charged_nothi
 def test_a_job_with_no_other_place_waits_and_names_the_drained_node():
     c = cluster(2).feed(submission()).run().feed(drain(0.0)).empty()
     assert c.job().state is JobState.QUEUED
-    assert "no new work for n1 (drained by ann: new disk)" in c.job().pending_reason
+    assert "no new work for n1 (being drained by ann: new disk)" in c.job().pending_reason
 
 
 def test_a_drain_that_was_called_off_stops_nothing_at_its_deadline():
-    c = cluster(2).feed(submission()).run().feed(drain(), UNCORDON, events.DrainDeadlinePassed("n1"))
+    c = cluster(2).feed(submission()).run().feed(drain(), UNCORDON, events.DrainDeadlinePassed("n1", 1000.0))
     assert c.job().state is JobState.RUNNING
 
 
@@ -88,7 +88,7 @@ def test_a_preempted_job_can_be_cancelled_while_it_stops():
 def test_after_a_restart_a_drain_has_the_time_that_was_left_whatever_the_clock_says():
     c = cluster(2).feed(drain())
     for now_s, left_s in ((1020.0, 40.0), (5000.0, 0.0), (10.0, 60.0)):
-        assert effects.pending(c.state, now_s) == (effects.ArmDrainDeadline("n1", left_s),)
+        assert effects.pending(c.state, now_s) == (effects.ArmDrainDeadline("n1", 1000.0, left_s),)
 
 
 def test_only_a_lost_node_may_be_forgotten():
@@ -119,3 +119,76 @@ def test_a_forgotten_node_that_returns_with_workers_stops_them_before_it_gets_wo
     assert [each.phase for each in desired.of_node(c.state, "n1")] == [desired.Phase.STOP]
     c.feed(events.AttemptEmptied("n1", 1))
     assert c.job("j2").state is JobState.STARTING
+
+
+def test_the_timer_of_a_deadline_that_was_moved_stops_nothing():
+    c = cluster(2).feed(submission()).run().feed(drain(60.0))
+    old = events.DrainDeadlinePassed("n1", c.now_s)
+    c.now_s += 60.0
+    c.feed(drain(3600.0), old)
+    assert c.job().state is JobState.RUNNING
+    c.feed(events.DrainDeadlinePassed("n1", c.now_s))
+    assert c.job().state is JobState.PREEMPTING
+
+
+def test_a_drained_node_says_so_once_however_often_it_is_asked():
+    c = cluster(2).feed(drain())
+    assert "node_drained" in names(c)
+    c.feed(drain(600.0))
+    assert "node_drained" not in names(c)
+
+
+def test_forgetting_a_node_ends_its_drain_and_says_that_nobody_saw_it_empty():
+    c = cluster(1).feed(submission(stages=1)).run().feed(drain(), events.LeaseExpired("n1", 1), FORGET)
+    told = {each.record.name: each.record.reason for each in c.effects if isinstance(each, effects.WriteRecord)}
+    assert told["node_drained"] == "forgotten; whether anything still runs there is not known"
+
+
+def test_a_preempted_job_starts_nowhere_else_while_a_lost_node_may_still_run_it():
+    c = cluster(1).feed(submission(stages=1)).run().feed(events.LeaseExpired("n1", 1), registration("n2", 1))
+    c.feed(drain(0.0))
+    assert (c.job().state, c.job().attempt) == (JobState.PREEMPTING, 1)
+    assert c.job().pending_reason == (
+        "waits for n1, which is lost and may still run it: until it reports, or pipectl forget says that it is gone"
+    )
+    c.feed(FORGET)
+    assert (c.job().state, c.node_of(0, fence=2)) == (JobState.STARTING, "n2")
+
+
+def test_a_lost_node_that_returns_and_reports_empty_lets_its_preempted_job_go_on():
+    c = (
+        cluster(1)
+        .feed(submission(stages=1))
+        .run()
+        .feed(drain(0.0), events.LeaseExpired("n1", 1), registration("n2", 1))
+    )
+    kept = (events.ObservedAttempt(1, is_shim_alive=True, started_ranks=(0,)),)
+    c.feed(registration("n1", 1, attempts=kept))
+    assert (c.job().state, c.job().pending_reason) == (JobState.PREEMPTING, "")
+    c.empty(1)
+    assert (c.job().state, c.node_of(0, fence=2)) == (JobState.STARTING, "n2")
+
+
+def test_a_preempted_job_that_waits_for_a_lost_node_can_be_cancelled():
+    c = cluster(1).feed(submission(stages=1)).run().feed(events.LeaseExpired("n1", 1), drain(0.0))
+    c.feed(events.CancelRequested("j1"))
+    assert (c.job().state, c.attempt().state) == (JobState.CANCELLED, AttemptState.PREEMPTED)
+
+
+def test_a_rank_that_was_never_started_holds_up_no_preempted_job():
+    c = cluster(1, 1).feed(submission(stages=1), events.DrainRequested("n1", "ann", "", 60.0))
+    assert (c.job().state, c.node_of(0)) == (JobState.PREEMPTING, "n1")
+    c.feed(events.LeaseExpired("n1", 1))
+    assert (c.job().state, c.node_of(0, fence=2)) == (JobState.STARTING, "n2")
+
+
+def test_who_drains_a_lost_node_is_told_what_ends_it():
+    c = cluster(1).feed(submission(stages=1)).run().feed(events.LeaseExpired("n1", 1), drain())
+    told = {each.record.name: each.record.reason for each in c.effects if isinstance(each, effects.WriteRecord)}
+    assert told["node_draining"].endswith("n1 is lost: it must come back and report, or pipectl forget ends the drain")
+
+
+def test_a_forgotten_node_can_not_be_drained():
+    c = cluster(1).feed(events.LeaseExpired("n1", 1), FORGET)
+    with pytest.raises(WrongStateError, match="node n1 was forgotten: there is nothing to drain"):
+        c.feed(drain())

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from piped.core.model import Node, NodeState, Slot
+from piped.core.model import Cordon, Node, NodeState, Slot
 from piped.core.placement import can_ever_fit, place
 from tests.unit.core.build import spec
 
@@ -85,3 +87,9 @@ def test_a_gpu_job_does_not_move_to_cpus_while_its_node_reconnects():
 def test_whether_a_job_could_fit_does_not_depend_on_what_runs():
     assert can_ever_fit(spec(stages=4), [node("a", 2), node("b", 2)])
     assert not can_ever_fit(spec(stages=4), [node("a", 2), node("b", 2, state=NodeState.LOST)])
+
+
+def test_a_job_for_any_device_does_not_wait_for_gpus_that_take_no_new_work():
+    gpus = replace(node("g", 2, kind="cuda"), cordon=Cordon("ann", "", 1.0))
+    assert layout(place(spec(stages=2), [node("a", 2), gpus], {})[0]) == [("a", 0), ("a", 1)]
+    assert can_ever_fit(spec(stages=2), [node("a", 2), gpus])

@@ -24,7 +24,7 @@ def test_a_node_that_refuses_three_jobs_in_a_row_gets_no_more_and_says_why():
     assert (len(node(c).strikes), node(c).quarantine) == (2, None)
     fence = c.feed(submission("c", name="c")).job("c").fence
     c.feed(events.PrepareRefused("n1", fence, "disk full"))
-    assert effects.ArmQuarantineEnd("n1", 600.0) in c.effects
+    assert effects.ArmQuarantineEnd("n1", 1000.0, 600.0) in c.effects
     c.empty(fence)
     assert c.job("c").state is JobState.QUEUED
     assert "no new work for n1 (in quarantine: 3 jobs in a row could not be prepared, the last: disk full)" in (
@@ -32,7 +32,7 @@ def test_a_node_that_refuses_three_jobs_in_a_row_gets_no_more_and_says_why():
     )
     c.feed(registration("n1"))
     assert node(c).quarantine is not None
-    c.feed(events.QuarantineEnded("n1"))
+    c.feed(events.QuarantineEnded("n1", 1000.0))
     assert c.job("c").state is JobState.STARTING
 
 
@@ -56,7 +56,14 @@ def test_a_timeout_is_a_strike_for_the_late_node_alone():
 
 
 def test_after_the_quarantine_one_strike_suffices_and_an_operator_may_end_it_for_good():
-    c = refuse(refuse(refuse(cluster(2), "a"), "b"), "c").feed(events.QuarantineEnded("n1"))
+    c = refuse(refuse(refuse(cluster(2), "a"), "b"), "c").feed(events.QuarantineEnded("n1", 1000.0))
     assert refuse(c, "d").state.nodes["n1"].quarantine is not None
     c.feed(events.UncordonRequested("n1", "ann"))
     assert (node(c).strikes, node(c).quarantine) == ((), None)
+
+
+def test_the_end_of_an_earlier_quarantine_opens_no_node_that_is_in_another():
+    c = refuse(refuse(refuse(cluster(2), "a"), "b"), "c").feed(events.UncordonRequested("n1", "ann"))
+    first, c.now_s = events.QuarantineEnded("n1", c.now_s), c.now_s + 300.0
+    refuse(refuse(refuse(c, "d"), "e"), "f").feed(first)
+    assert node(c).quarantine is not None

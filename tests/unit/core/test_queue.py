@@ -140,3 +140,53 @@ def test_two_gangs_that_each_need_two_of_three_slots_never_hold_one_each():
     c = cluster(1, 1, 1).feed(job("a", stages=2), job("b", stages=2))
     assert (c.job("a").state, c.job("b").state) == (STARTING, QUEUED)
     assert len(c.state.reservations) == 2
+
+
+def test_what_a_tenant_submits_behind_the_head_does_not_eat_the_quota_that_the_head_waits_with():
+    gpu = (("gpu", "a"),)
+    c = cluster(2).feed(registration("g", 2, labels=gpu))
+    c.state = replace(c.state, quotas={"t": 2})
+    c.feed(job("other", tenant="u", node_selector=gpu)).run()
+    c.feed(job("head", 2, tenant="t", node_selector=gpu), job("small", tenant="t"))
+    assert c.job("small").pending_reason == "needs 1 slot, tenant t may hold 2 and holds 0, with 2 kept for head"
+    c.feed(job("later", tenant="u", node_selector=gpu))
+    assert c.job("later").state is QUEUED  # the slot is kept as well
+    c.feed(events.CancelRequested("other")).empty(1)
+    assert c.job("head").state is STARTING
+
+
+def test_a_job_that_fits_nowhere_holds_up_nobody_of_its_tenant():
+    c = cluster(4)
+    c.state = replace(c.state, quotas={"t": 4})
+    c.feed(job("s0", tenant="t"), job("never", 4, tenant="t", node_selector=(("gpu", "h100"),)), job("s1", tenant="t"))
+    assert c.job("s1").state is STARTING
+    assert c.job("never").pending_reason.startswith("needs 4 slots on nodes with gpu=h100")
+
+
+def test_nobody_makes_room_that_is_only_enough_with_a_node_that_is_away():
+    c = cluster(1, 1).feed(job("low")).run()
+    away = {"n1": "n2", "n2": "n1"}[c.node_of(0)]
+    c.feed(events.NodeDisconnected(away, 0), job("high", 2, priority=5))
+    assert c.job("low").state is RUNNING
+    assert c.job("high").pending_reason.endswith("next in line, after low")
+    c.feed(registration(away, 1))
+    assert c.job("low").state is JobState.PREEMPTING
+
+
+def test_the_head_takes_other_slots_than_those_kept_for_it_where_lower_priorities_came_to_be():
+    c = cluster(4, 2, 2).feed(job("a", 4)).run(1).feed(job("b1", 2)).run(2).feed(job("b2", 2)).run(3)
+    c.feed(job("head", 4))
+    kept = c.job("head").earmark
+    assert {node_id for node_id, _slot in kept} == {"n1"}
+    c.feed(job("l1", 2, priority=-5), job("l2", 2, priority=-5))
+    for ended, fence in (("b1", 2), ("b2", 3)):
+        c.feed(events.CancelRequested(ended)).empty(fence)
+    assert (states(c)["l1"], states(c)["l2"]) == ("preempting", "queued")
+    c.empty(fence_of(c, "l1"))
+    assert c.job("head").state is STARTING
+
+
+def test_the_highest_and_oldest_priorities_are_spared_where_fewer_suffice():
+    c = cluster(1, 1, 3).feed(job("p0", priority=0)).run(1).feed(job("p1", priority=1)).run(2)
+    c.feed(job("p2", 3, priority=2)).run(3).feed(job("high", 4, priority=9))
+    assert [each for each, state in states(c).items() if state == "preempting"] == ["p0", "p2"]

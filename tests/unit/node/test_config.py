@@ -94,3 +94,20 @@ def test_an_address_that_no_interface_has_is_refused_with_those_there_are() -> N
     assert interface_of("127.0.0.1") == "lo"
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*no interface of this machine has it .*127\.0\.0\.1 on lo"):
         interface_of("192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["gpu"], r"labels: 'gpu' \(--labels\) has no '='; write KEY=VALUE, or gpu= for an empty value"),
+        (["a=1", "a=2"], r"labels: a \(--labels\) is given twice, '1' and '2'; give it once"),
+    ],
+)
+def test_a_label_without_a_value_or_with_two_is_refused(flags: list[str], complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_node(None, {"state_dir": tmp_path, "labels": flags})
+
+
+def test_a_quota_of_a_name_that_no_tenant_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quotas: 'Team A' \(.*\) can be no job's tenant"):
+        load_coordinator(write(tmp_path, 'quotas = {"Team A" = 3}'), {"state_dir": tmp_path})
