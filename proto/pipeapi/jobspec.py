@@ -11,7 +11,7 @@ import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -465,17 +465,31 @@ def explain(field: str) -> list[tuple[str, str, str, str]]:
 
 def _row(model: type[BaseModel], name: str) -> tuple[str, str, str, str]:
     info = model.model_fields[name]
-    kind = (
-        getattr(info.annotation, "__name__", str(info.annotation))
-        if not getattr(info.annotation, "__args__", None)
-        else str(info.annotation)
-    )
     nested = _models_of(model, name)
     default = (
         "required" if info.is_required() else ("…" if nested else str(info.get_default(call_default_factory=True)))
     )
     description = info.description or (nested[0].__doc__ if nested else "") or ""
-    return name, kind.replace("typing.", ""), default, description
+    return name, _kind(info.annotation), default, description
+
+
+_KINDS = {str: "text", bool: "true or false", int: "integer", float: "number", type(None): "none", dict: "mapping"}
+
+
+def _kind(annotation: Any) -> str:
+    """Return a type as people write it in a job file."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(arguments[0])
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin in (list, tuple):
+        return f"list of {_kind(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    if arguments:  # a union
+        return " | ".join(_kind(each) for each in arguments if each is not type(None))
+    return _KINDS.get(annotation, "section" if issubclass(annotation, BaseModel) else annotation.__name__)
 
 
 def schedule_misfit(job: JobFile, text: str) -> tuple[str, str] | None:

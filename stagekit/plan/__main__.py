@@ -59,25 +59,19 @@ class _BadListsError(Exception):
 
 def _generate(options: argparse.Namespace) -> Trial:
     schedule = options.schedule
+    if schedule == "auto":
+        raise ValueError(
+            "--schedule auto chooses on what a model was measured to cost: pipectl plan job.yaml, or stagekit.pipeline(…, "
+            "schedule=\"auto\"); here, try each with --forward, --input-grad, --weight-grad and --hop"
+        )
+    each = options.stages_per_rank
+    if each is not None and "," in each and options.ranks is None:
+        options.ranks = each.count(",") + 1
     if not schedule or options.chunks is None or (options.ranks is None and not options.placement):
         raise ValueError("give --schedule, --ranks and --chunks, or --load FILE.csv")
     if options.memory_limit is not None and schedule != AUTOMATIC:
         raise ValueError(f"--memory-limit is for {AUTOMATIC}, which searches below it; {schedule} holds what it holds")
-    if options.placement and options.stages_per_rank is not None:
-        raise ValueError("--placement says how many stages each rank has; leave --stages-per-rank out")
-    if options.placement:
-        table = tuple(_integers("--placement", options.placement))
-        if options.ranks not in (None, max(table) + 1):
-            raise ValueError(
-                f"--placement {options.placement} is for {max(table) + 1} ranks, but --ranks is {options.ranks}"
-            )
-    else:
-        each = options.stages_per_rank
-        if each is None:
-            each = SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1
-        if min(each, options.ranks) < 1:
-            raise ValueError(f"--ranks {options.ranks}, --stages-per-rank {each}: each is at least 1")
-        table = table_for(schedule, each * options.ranks, options.ranks)
+    table = _table(options)
     return try_schedule(
         schedule,
         table,
@@ -87,6 +81,31 @@ def _generate(options: argparse.Namespace) -> Trial:
         memory_limit=None if options.memory_limit is None else _number("--memory-limit", options.memory_limit),
         window=_window(options.window),
     )
+
+
+def _table(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return the rank of each stage."""
+    schedule, each = options.schedule, options.stages_per_rank
+    if options.placement:
+        if each is not None:
+            raise ValueError("--placement says how many stages each rank has; leave --stages-per-rank out")
+        table = tuple(_integers("--placement", options.placement))
+        if options.ranks not in (None, max(table) + 1):
+            raise ValueError(
+                f"--placement {options.placement} is for {max(table) + 1} ranks, but --ranks is {options.ranks}"
+            )
+        return table
+    if each is None:
+        numbers = [SCHEDULES[schedule].stages_per_rank if schedule in SCHEDULES else 1]
+    else:
+        numbers = _integers("--stages-per-rank", each, "give a number, or one for each rank with commas between: 2,1")
+    if min(*numbers, options.ranks) < 1:
+        raise ValueError(f"--ranks {options.ranks}, --stages-per-rank {each}: each is at least 1")
+    if len(numbers) == 1:
+        return table_for(schedule, numbers[0] * options.ranks, options.ranks)
+    if len(numbers) != options.ranks:
+        raise ValueError(f"--stages-per-rank {each} is for {len(numbers)} ranks, but --ranks is {options.ranks}")
+    return tuple(rank for rank, number in enumerate(numbers) for _ in range(number))
 
 
 def _load(options: argparse.Namespace) -> Trial:
@@ -156,10 +175,12 @@ def _numbers(flag: str, text: str) -> list[float]:
     return values
 
 
-def _integers(flag: str, text: str) -> list[int]:
+def _integers(
+    flag: str, text: str, wanted: str = "give the rank of each stage with commas between, e.g. 0,1,1,0"
+) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"{flag} {text}: give the rank of each stage with commas between, e.g. 0,1,1,0")
+        raise ValueError(f"{flag} {text}: {wanted}")
     return [int(part) for part in parts]
 
 
@@ -223,7 +244,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--load", metavar="FILE.csv", help="verify and time the lists of this file")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--chunks", type=int)
-    parser.add_argument("--stages-per-rank", type=int, metavar="N", help="1, or 2 where the schedule is a V")
+    parser.add_argument(
+        "--stages-per-rank", metavar="N[,N…]", help="1, or 2 where the schedule is a V; or a number for each rank"
+    )
     parser.add_argument("--placement", metavar="R,R,…", help="rank of each stage, instead of the schedule's own table")
     costs = parser.add_argument_group("costs", "in any unit, one for all stages or one per stage with commas between")
     costs.add_argument("--forward", default="1", metavar="T")

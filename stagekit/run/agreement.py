@@ -77,11 +77,6 @@ class Agreement:
         return pytree.treespec_loads(self.target.target_tree) if self.target and self.target.target_tree else None
 
 
-def words_of(given: str, refusal: Exception | None) -> str:
-    """Return what a rank says on the first call of its kind: what it was given, or why it refuses."""
-    return json.dumps([str(refusal or ""), given])
-
-
 def exchange_text(text: str, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
     """Return the `text` of every rank of `group` (None: the world), in rank order."""
     world = dist.get_world_size(group)

@@ -31,7 +31,12 @@ COMPRESSIONS = {"bf16": torch.bfloat16}  # what gradients may be rounded to on t
 
 
 class Reducer:
-    """Sums one stage's gradients over its replicas, once per step. A step may fail: then `drop` ends it, not `finish`."""
+    """Sums one stage's gradients over its replicas, once per step. A step may fail: then `drop` ends it, not `finish`.
+
+    `always`: in steps without synchronisation, too.
+    """
+
+    always = False
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -297,17 +302,19 @@ class GradientSums:
         self,
         reducers: Mapping[int, Reducer],
         ties: Mapping[int, TieGroup],
-        parameters: Sequence[nn.Parameter],
+        trained: Sequence[tuple[str, nn.Parameter]],
         frozen: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
-        """`parameters` train. `frozen`: those of a pipeline made without their gradients."""
+        """`frozen`: parameters of a pipeline made without their gradients."""
         self._frozen = tuple(frozen)
         self._reducers, self._ties = dict(reducers), dict(ties)
-        self._parameters = list(parameters)
+        self._names = [name for name, _ in trained]
+        self._parameters = [parameter for _, parameter in trained]
+        self._trained: list[bool] = []  # which of them did in the last step
         self._sums = bool(reducers or ties)  # something is summed over ranks: only what was not summed before may be
         self._now = True  # whether the step that runs sums
         self._is_due = False  # `.grad` holds what earlier steps did not sum
-        self._earlier: list[Tensor | None] = []
+        self._earlier: list[Tensor | None] | None = None  # as the step found them; none runs: None
 
     def attach(self, recorder: Recorder) -> None:
         """Let every reducer record its launches."""
@@ -339,6 +346,8 @@ class GradientSums:
         for tie in self._ties.values():
             tie.begin()
         held = [parameter.grad for parameter in self._parameters]
+        if all(grad is None for grad in held):
+            self._is_due = False  # zeroed meanwhile
         if self._sets_aside:
             self._earlier = held
             for parameter in self._parameters:
@@ -353,7 +362,18 @@ class GradientSums:
             )
         self._check_trained()
 
+    def _which_train(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
     def _check_trained(self) -> None:
+        training = self._which_train()
+        if self._is_due and training != self._trained:
+            pairs = zip(self._names, self._trained, training, strict=True)
+            name = next(name for name, trained, trains in pairs if trained is not trains)
+            raise UserError(
+                f"{name} was frozen or thawed between steps whose gradients are summed together, of which replicas must hold the "
+                "same; call requires_grad_ before the first step inside of no_sync, or after the step that sums"
+            )
         for reducer in self._reducers.values():
             reducer.check_trained()
         for name, parameter in self._frozen:
@@ -369,48 +389,54 @@ class GradientSums:
 
     def abort(self) -> None:
         """After a failed step: drop its gradients, the earlier ones are as before."""
+        if self._earlier is None:
+            return  # undone already
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             parameter.grad = earlier
         for reducer in self._reducers.values():
             reducer.drop()
-        self._earlier = []
+        self._earlier = None
 
     def end(self) -> None:
         """Add the earlier gradients again, where they were set aside."""
         if self._sets_aside:
-            for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            for parameter, earlier in zip(self._parameters, self._earlier or (), strict=True):
                 if earlier is not None:
                     parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
         self._is_due = self._sums and not self._now
-        self._earlier = []
+        self._trained = self._which_train()
+        self._earlier = None
 
     def entering(self, stage: int) -> Callable[[], None] | None:
         """Return what every rank calls before a step's first forward of `stage`, computed or not; None: nothing."""
         reducer = self._reducers.get(stage)
         return reducer.enter if isinstance(reducer, Unhalved) else None
 
+    def _acts(self, stage: int) -> bool:
+        return stage in self._reducers and (self._now or self._reducers[stage].always)
+
     def arm(self, stage: int) -> None:
         """The next backward of `stage` is its last."""
-        if self._now and stage in self._reducers:
+        if self._acts(stage):
             self._reducers[stage].arm()
 
     def arm_for(self, stage: int, waiting: Collection[nn.Parameter]) -> Callable[[nn.Parameter], None] | None:
         """The gradients of `stage` are there but those of `waiting`; return what is called as each of them comes."""
-        return self._reducers[stage].arm_for(waiting) if self._now and stage in self._reducers else None
+        return self._reducers[stage].arm_for(waiting) if self._acts(stage) else None
 
     def launch_rest(self, stage: int) -> None:
         """Launch the buckets that the last backward of `stage` did not complete."""
-        if self._now and stage in self._reducers:
+        if self._acts(stage):
             self._reducers[stage].launch_rest()
 
     def abandon(self, stage: int) -> None:
         """Join the collectives of a stage whose step failed."""
-        if self._now and stage in self._reducers:
+        if self._acts(stage):
             self._reducers[stage].abandon()
 
     def finish(self, stage: int, *, is_drained: bool = False) -> None:
         """Block until the gradients of `stage` are summed over its replicas. `is_drained`: the step failed already."""
-        if self._now:
+        if self._acts(stage):
             self._reducers[stage].finish()
             if not is_drained:
                 self._reducers[stage].check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import monotonic_ns
 
 import torch
@@ -132,21 +133,14 @@ class Executor:
 
     def drain(self, index: int = 0) -> None:
         """Go through the list from `index` without computing: transfers carry zeros, collectives are joined."""
-        self.drop_chunks()
-        self._inputs.stand_in()
-        try:
+        with self._draining():
             for number in range(index, len(self._calls)):
                 (bind_drained(self._wiring, number) or self._calls[number])()
-        except Exception as error:
-            self.abort()
-            raise PeerError(f"going through the rest of a failed step: {error}") from error
 
     def drain_rest(self) -> None:
         """Like `drain`, of what was not performed by hand, in whatever order the other ranks go: sends come first."""
         rest = [index for index in range(len(self._calls)) if index not in self._performed]
-        self.drop_chunks()
-        self._inputs.stand_in()
-        try:
+        with self._draining():
             for sends in (True, False):
                 for index in rest:
                     if (self.recorder.actions[index].op in (Op.SEND_F, Op.SEND_B)) is not sends:
@@ -155,9 +149,20 @@ class Executor:
                         send_zeros(self._wiring, index)
                     else:
                         (bind_drained(self._wiring, index) or self._calls[index])()
-        except Exception as error:
+
+    @contextmanager
+    def _draining(self) -> Iterator[None]:
+        """Nothing is computed inside. Raises PeerError where a transfer or a collective fails."""
+        self.drop_chunks()
+        self._inputs.stand_in()
+        try:
+            yield
+        except (PeerError, RuntimeError) as error:  # of a collective that torch runs: RuntimeError
             self.abort()
             raise PeerError(f"going through the rest of a failed step: {error}") from error
+        except Exception:
+            self.abort()
+            raise
 
     def perform(self, index: int) -> None:
         """Run action number `index`. Raises StageError or PeerError, on this rank alone."""
@@ -203,6 +208,9 @@ class Executor:
             raise UserError(f"{self._placement.name} has no {stage}{op}{chunk}")
         if self._performed & set(wanted):
             raise UserError(f"{self._placement.name} ran {stage}{op}{chunk} in this step already")
+        forward = self._wiring.find(Op.F, stage, chunk)
+        if op == "B" and forward not in self._performed:
+            raise UserError(f"{self._placement.name}: run {stage}F{chunk} before its backward {stage}B{chunk}")
         self._check_sums_last(wanted, stage)
         if not self._performed:
             yield from (i for i, a in enumerate(actions) if a.op in (Op.SEND_X, Op.RECV_X))

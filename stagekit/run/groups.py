@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import weakref
 from collections import Counter
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from stagekit.errors import BugError, PeerError, UserError
+from stagekit.errors import BugError, PeerError, RemoteError, StagekitError, UserError
 from stagekit.run.agreement import exchange_text
 from stagekit.run.alarm import Alarm
 from stagekit.run.layout import TAG_CLOCK, TAG_STATUS
@@ -276,9 +277,18 @@ class Groups:
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.replicas)
         return int(ends[0] + ends[1])
 
-    def exchange(self, text: str) -> list[str]:
-        """Return the `text` of every rank of the world, in rank order."""
-        return [text] if self._world is None else exchange_text(text, self._world, self.comm_device)
+    def agree(self, text: str = "", refusal: Exception | None = None) -> list[str]:
+        """Return the `text` of every rank of the world, in rank order. Raises this rank's `refusal`, or another's as RemoteError."""
+        words = json.dumps([text, "" if refusal is None else words_of(refusal)])
+        said = [words] if self._world is None else exchange_text(words, self._world, self.comm_device)
+        if refusal is not None:
+            raise refusal
+        answers = [json.loads(each) for each in said]
+        for rank, (_, refused) in enumerate(answers):
+            if refused:
+                told = refused if refused.startswith(f"rank {rank} ") else f"rank {rank}: {refused}"
+                raise RemoteError(told, rank=rank, stage=-1, chunk=-1, op="", traceback="")
+        return [text for text, _ in answers]
 
     def replicas_that(self, flag: bool) -> list[bool]:
         """Return, on every rank, of each replica whether any of its ranks said True."""
@@ -334,6 +344,11 @@ class Groups:
         tensor = torch.empty(1, dtype=torch.int64, device=self.comm_device)
         settle(self._transport.recv([tensor], peer, TAG_CLOCK), peer)
         return int(tensor)
+
+
+def words_of(error: Exception) -> str:
+    """Return an error as another rank quotes it: our own by their words, others with their type."""
+    return str(error) if isinstance(error, StagekitError) else f"{type(error).__name__}: {error}"
 
 
 def _nothing() -> None:

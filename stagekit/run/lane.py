@@ -8,7 +8,6 @@ the same parameters and groups. Decides nothing about gradients. Called by stage
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stagekit.errors import BugError, RemoteError, ShapeError, UserError
+from stagekit.errors import BugError, ShapeError, UserError
 from stagekit.plan.actions import Action, Op
 from stagekit.plan.contract import ModelSpec
 from stagekit.plan.shapes import chunk_sizes, evaluate
 from stagekit.run import chunks as chunking
-from stagekit.run.agreement import Agreement, Given, Header, agree, words_of
+from stagekit.run.agreement import Agreement, Given, Header, agree
 from stagekit.run.alarm import Alarm
 from stagekit.run.executor import Executor, Reductions, Step
 from stagekit.run.groups import Groups
@@ -314,13 +313,8 @@ class Lane:
                 text = self._given.to_json()
         except UserError as error:
             refusal = error
-        said = [json.loads(word) for word in self._groups.exchange(words_of(text, refusal))]
-        if refusal is not None:
-            raise refusal
-        wrong = next((rank for rank, (words, _) in enumerate(said) if words), None)
-        if wrong is not None:
-            raise RemoteError(f"rank {wrong}: {said[wrong][0]}", rank=wrong, stage=-1, chunk=-1, op="", traceback="")
-        given, ranks = [Given.from_json(text) for _, text in said], max(self._placement.stage_ranks) + 1
+        given = [Given.from_json(each) for each in self._groups.agree(text, refusal)]
+        ranks = max(self._placement.stage_ranks) + 1
         return [given[begin : begin + ranks] for begin in range(0, len(given), ranks)]
 
     def _make_loss(self, loss_fn: LossFunction | None) -> LossRunner:

@@ -54,9 +54,10 @@ class LocalRun:
         }
         if plan.compile != "eager":
             compile_stages(self._runners, plan.model, plan.compile, device, None, options.compiled)
-        parameters = [p for runner in self._runners.values() for p in runner.module.parameters() if p.requires_grad]
+        everything = [pair for runner in self._runners.values() for pair in runner.module.named_parameters()]
+        trained = [pair for pair in everything if pair[1].requires_grad and plan.trains]
         ties = dict(enumerate(TieGroup({}, None) for _ in routes_of(plan.model).ties))  # summed after the walk
-        self._sums = GradientSums({}, ties, parameters if plan.trains else [])
+        self._sums = GradientSums({}, ties, trained)
         self.step_number = 0
 
     def step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> tuple[float, Any]:

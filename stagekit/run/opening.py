@@ -16,7 +16,6 @@ from typing import NoReturn
 import torch
 
 from stagekit.errors import UserError
-from stagekit.run.agreement import words_of
 from stagekit.run.groups import Groups
 from stagekit.run.layout import TAG_HEADER
 from stagekit.run.transport import settle
@@ -31,6 +30,8 @@ class Call(IntEnum):
     UNSYNCED_STEP = 1
     EVAL = 2
     PASS_STEP = 3
+    CLIP = 4
+    UNSCALE = 5
 
     def __str__(self) -> str:
         return "step() inside no_sync()" if self is Call.UNSYNCED_STEP else self.word
@@ -38,7 +39,20 @@ class Call(IntEnum):
     @property
     def word(self) -> str:
         """The call as a program writes it."""
-        return ("step()", "step()", "eval()", "pass_step()")[self]
+        words = (
+            "step()",
+            "step()",
+            "eval()",
+            "pass_step()",
+            "clip_grad_norm_()",
+            "unscale_() or step() of a GradScaler",
+        )
+        return words[self]
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether ranks pass arguments, and agree on the first one who does."""
+        return self in (Call.STEP, Call.UNSYNCED_STEP, Call.EVAL, Call.PASS_STEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +114,7 @@ class Openings:
         """Raise `error` on this rank, and a RemoteError on the others, in a first call of its kind."""
         if self._groups.pipeline_rank == 0:
             self.tell(opening)
-        self._groups.exchange(words_of("", error))
+        self._groups.agree(refusal=error)
         raise error
 
     def receive(self) -> Opening:

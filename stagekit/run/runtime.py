@@ -28,6 +28,7 @@ from stagekit.run.executor import Executor
 from stagekit.run.groups import Groups
 from stagekit.run.lane import Course, Lane, RunOptions, StageSource, StepResult
 from stagekit.run.layout import Placement
+from stagekit.run.norm import squares_of, zero_squares
 from stagekit.run.opening import Call, Opening, Openings
 from stagekit.run.stage import StageRunner, written_states
 from stagekit.run.stats import ActionHook
@@ -68,22 +69,9 @@ class Run:
         self.rank, self.replica = self.groups.pipeline_rank, self.groups.replica
         replica = self.replica if plan.replicas > 1 else None
         self.placement = Placement(plan.model, plan.stage_ranks, self.rank, plan.num_chunks, replica)
-        edges = {edge.value: edge for edge in plan.model.edges}
-        last = self.placement.last_stage
         self._parallelized: dict[int, nn.Module] = {}  # what the user's `parallelize` returned
         self._runners: dict[int, StageRunner] = {}
-        for stage in self.placement.own_stages:
-            module = source.stage_module(stage, device=device)
-            if options.parallelize is not None:
-                self._parallelized[stage] = parallelized(options.parallelize, module, self.groups.replica_mesh)
-            self._runners[stage] = (SyncedStageRunner if synced_channels(module) else StageRunner)(
-                plan.model.stages[stage],
-                module,
-                edges,
-                recompute=plan.recompute and stage != last,  # the last stage's backward follows at once
-                defer_weights=stage in plan.halved and stage not in self._parallelized,
-                call=self._parallelized.get(stage),
-            )
+        self._build_stages()
         self.compiled = dict.fromkeys(self._runners, "eager")  # the backend of each of this rank's stages
         if plan.compile != "eager":
             self.compiled |= compile_stages(
@@ -108,6 +96,28 @@ class Run:
         self.clock_offset_ns = self.groups.measure_clock()
         self.clock_base_ns = self.groups.share_clock_base()
 
+    def _build_stages(self) -> None:
+        """Make the modules of this rank's stages. What one rank raises, all raise."""
+        plan, problem = self.plan, None
+        edges = {edge.value: edge for edge in plan.model.edges}
+        try:
+            for stage in self.placement.own_stages:
+                module = self.source.stage_module(stage, device=self.device)
+                if self.options.parallelize is not None:
+                    self._parallelized[stage] = parallelized(self.options.parallelize, module, self.groups.replica_mesh)
+                self._runners[stage] = (SyncedStageRunner if synced_channels(module) else StageRunner)(
+                    plan.model.stages[stage],
+                    module,
+                    edges,
+                    # the last stage's backward follows at once
+                    recompute=plan.recompute and stage != self.placement.last_stage,
+                    defer_weights=stage in plan.halved and stage not in self._parallelized,
+                    call=self._parallelized.get(stage),
+                )
+        except Exception as error:
+            problem = error
+        self.groups.agree(refusal=problem)
+
     # ---- steps
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
@@ -129,7 +139,8 @@ class Run:
         """Steps inside are not summed over replicas and ties; the first one outside sums theirs with its own.
 
         To accumulate gradients over steps at the price of one sum. Every rank enters it alike. A step inside raises
-        UserError where gradients are there that were summed already.
+        UserError where gradients are there that were summed already. Stages under `fully_shard` sum over their replicas
+        inside, too: no rank has room for a whole gradient.
         """
         return self._sums.synchronised(False)
 
@@ -168,11 +179,12 @@ class Run:
             refusal=refusal,
         )
         self._sums.attach(self.executor.recorder)
-        try:
-            self._sums.begin()
-        except UserError as error:  # perhaps of this rank alone: the others may have nothing to sum
-            self._lane.refuse(error)
         self._states = [(state, state.detach().clone()) for state in self._written]
+        with self._undone_on_error():
+            try:
+                self._sums.begin()
+            except UserError as error:  # perhaps of this rank alone: the others may have nothing to sum
+                self._lane.refuse(error)
 
     def raise_if_refused(self) -> None:
         """End a step that `begin_step` refused here, or on the first rank, as `step` does. For steps by hand."""
@@ -217,10 +229,10 @@ class Run:
 
     # ---- what the other ranks call
 
-    def _open(self, call: Call, lane: Lane | None) -> Opening:
+    def _open(self, call: Call, lane: Lane | None = None) -> Opening:
         """Return how the first rank opens this call. Where that calls something else, take part in it and raise."""
         self._check_open()
-        own = Opening(call, self.step_number, is_first=lane is None or not lane.is_prepared)
+        own = Opening(call, self.step_number, is_first=call.has_batch and (lane is None or not lane.is_prepared))
         opening = self._openings.hear(own)
         problem = opening.problem_with(own, self.groups.global_rank)
         if problem is not None:
@@ -240,6 +252,10 @@ class Run:
             self._lane.pass_over(opening)
         elif opening.call is Call.EVAL:
             self._evaluate(opening, (), {}, None, problem)
+        elif opening.call is Call.CLIP:
+            self._sum(opening, zero_squares(self.plan.model), problem)
+        elif opening.call is Call.UNSCALE:
+            self._sum(opening, torch.zeros(1, dtype=torch.float64), problem)
         else:
             with self._sums.synchronised(opening.call is Call.STEP):
                 self._begin_step(opening, (), {}, None, problem)
@@ -359,13 +375,13 @@ class Run:
 
     def _gradient_sums(self) -> GradientSums:
         if not self._trains:
-            return GradientSums({}, {}, [])
+            return GradientSums({}, {}, ())
         parameters = {stage: dict(runner.module.named_parameters()) for stage, runner in self._runners.items()}
         reducers: dict[int, Reducer] = {}
         for stage, runner in self._runners.items():
             made_of = self._parallelized.get(stage)
             if made_of is not None and (runner.spec.buckets or is_sharded(made_of)):  # frozen shards are gathered too
-                made = reducer_of(stage, made_of, runner.module, self.groups.replica_mesh)
+                made = reducer_of(runner.spec, made_of, runner.module, self.groups.replica_mesh)
                 if made and self.plan.compress:
                     raise UserError(
                         f"buckets.compress is for gradients that the runtime sums, and parallelize gave those of stage {stage} "
@@ -385,7 +401,7 @@ class Run:
                 copies = {name: [parameters[s][name] for s in stages if s in parameters] for name in names}
                 ties[number] = TieGroup(copies, group)
         everything = [pair for by_name in parameters.values() for pair in by_name.items()]
-        trained = [p for _, p in everything if p.requires_grad]
+        trained = [pair for pair in everything if pair[1].requires_grad]
         return GradientSums(reducers, ties, trained, [pair for pair in everything if not pair[1].requires_grad])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -418,29 +434,35 @@ class Run:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
 
-        The norm is summed in float64 per parameter, a tied one once, in an order that no cut changes.
+        The same call on every rank. The norm is summed in float64 per parameter, a tied one once, in an order that no cut
+        changes. Raises UserError where ranks call different things.
         """
-        self._check_open()
-        names = [p.name for stage in self.plan.model.stages for p in stage.parameters]
-        order = {name: index for index, name in enumerate(sorted(set(names)))}
-        holder = {p.name: stage.index for stage in reversed(self.plan.model.stages) for p in stage.parameters}
-        squares = torch.zeros(len(order), dtype=torch.float64)
-        for stage, runner in self._runners.items():
-            for name, parameter in runner.module.named_parameters():
-                if parameter.grad is not None and holder[name] == stage:
-                    squares[order[name]] = (
-                        whole(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)).cpu() ** 2
-                    )
-        squares = squares.to(self.groups.comm_device)
-        if self.groups.pipeline is not None:
-            dist.all_reduce(squares, group=self.groups.pipeline)
-        norm = float(squares.sum().sqrt())
+        opening = self._open(Call.CLIP)
+        squares = squares_of(self.plan.model, {stage: runner.module for stage, runner in self._runners.items()})
+        if self.replica:  # all replicas have the same gradients
+            squares.zero_()
+        norm = float(self._sum(opening, squares).sum().sqrt())
         scale = max_norm / (norm + 1e-6)
         if scale < 1.0:
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
         return norm
+
+    def is_anywhere(self, flag: bool) -> bool:
+        """Return whether any rank of the world says True; every rank asks alike, on behalf of a GradScaler."""
+        return bool(self._sum(self._open(Call.UNSCALE), torch.tensor([float(flag)], dtype=torch.float64)))
+
+    def _sum(self, opening: Opening, values: Tensor, problem: Exception | None = None) -> Tensor:
+        """Return the sum over all ranks' `values`, float64. What one rank can't take part in, `problem`, all raise."""
+        if self.groups.pipeline_rank == 0:
+            self._openings.tell(opening)
+        flat = torch.cat([values, torch.tensor([float(problem is not None)], dtype=values.dtype)])
+        flat = flat.to(self.groups.comm_device)
+        self.groups.sum_over_world(flat)
+        if flat[-1]:
+            self.groups.agree(refusal=problem)
+        return flat[:-1]
 
     def zero_grad(self) -> None:
         """Drop this rank's gradients."""

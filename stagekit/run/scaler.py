@@ -58,5 +58,5 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         mine = found or {found_inf.device: found_inf.clone()}
-        anywhere = self._run.groups.any_of_world(any(bool(flag) for flag in mine.values()))
+        anywhere = self._run.is_anywhere(any(bool(flag) for flag in mine.values()))
         return {device: torch.full_like(flag, float(anywhere)) for device, flag in mine.items()}

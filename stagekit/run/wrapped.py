@@ -12,7 +12,7 @@ what a forward would exchange is exchanged before a step's first one, at its pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from time import monotonic_ns
 from typing import Any
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stagekit.errors import PeerError, UserError
+from stagekit.plan.contract import StageSpec
 from stagekit.run.data_parallel import Reducer, Unhalved, whole
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
@@ -36,7 +37,15 @@ def parallelized(parallelize: Parallelize, module: nn.Module, mesh: DeviceMesh) 
 
     `mesh`: the replicas of this stage, one dimension named "replicas".
     """
-    made = parallelize(module, mesh)
+    try:
+        made = parallelize(module, mesh)
+    except RuntimeError as error:
+        if "DDP expects same model across all ranks" not in str(error):
+            raise
+        raise UserError(
+            "parallelize made a DistributedDataParallel over ranks that don't hold the same stage; give it "
+            "process_group=mesh.get_group()"
+        ) from error
     is_inside = isinstance(made, DistributedDataParallel) and made.module is module
     if made is not module and not is_inside:
         raise UserError(
@@ -76,12 +85,14 @@ def is_sharded(made: nn.Module) -> bool:
     return isinstance(made, FSDPModule)
 
 
-def reducer_of(stage: int, made: nn.Module, module: nn.Module, mesh: DeviceMesh) -> dict[int, Reducer]:
+def reducer_of(spec: StageSpec, made: nn.Module, module: nn.Module, mesh: DeviceMesh) -> dict[int, Reducer]:
     """Return what sums the gradients of a stage that `parallelize` returned; nothing for an ordinary one."""
+    stage, parameters = spec.index, dict(module.named_parameters())
+    unreached = [parameters[p.name] for p in spec.parameters if not p.is_reached and p.name in parameters]
     if isinstance(made, FSDPModule):
-        return {stage: ShardedReducer(stage, made)}
+        return {stage: ShardedReducer(stage, made, unreached)}
     if isinstance(made, DistributedDataParallel):
-        return {stage: WrappedReducer(stage, made, mesh.size())}
+        return {stage: WrappedReducer(stage, made, mesh.size(), unreached)}
     if any(isinstance(p, DTensor) for p in module.parameters()):
         raise UserError(
             f"parallelize made DTensors of parameters of stage {stage} without fully_shard on its module; call "
@@ -143,22 +154,21 @@ class WholeCopy:
 
 
 class ShardedReducer(Unhalved):
-    """One stage under FSDP2: gathered at its first forward of a step, reduced and sharded again after its last chunk."""
+    """One stage under FSDP2: gathered at its first forward of a step, summed and sharded again after its last chunk.
 
-    def __init__(self, stage: int, module: FSDPModule) -> None:
+    After every step, inside `no_sync` too: what was not summed would lie on the gathered parameters, unknown to whoever
+    zeroes, clips or optimizes the shards.
+    """
+
+    always = True
+
+    def __init__(self, stage: int, module: FSDPModule, unreached: Collection[nn.Parameter] = ()) -> None:
+        """`unreached`: parameters of the stage that no output depends on."""
         super().__init__(stage)
         self._module = module
         self._trained = trained_names(module)
-        self._earlier: dict[Any, tuple[Tensor | None, Tensor | None]] = {}  # by FSDPParam, what is not summed yet
+        self._unreached = tuple(unreached)
         self._keep(gathered=True)
-
-    def begin(self) -> None:
-        """Keep the gradients that earlier steps did not sum."""
-        super().begin()
-        self._earlier = {
-            each: (_copied(each.unsharded_param.grad), _copied(each.unsharded_accumulated_grad))
-            for each in self._whole()
-        }
 
     def check_trained(self) -> None:
         """Raise UserError for a parameter that was frozen meanwhile."""
@@ -177,11 +187,6 @@ class ShardedReducer(Unhalved):
     def _state(self) -> Any:
         return self._module._get_fsdp_state()
 
-    def _whole(self) -> Iterator[Any]:
-        """Yield the parameters that were gathered once: steps without synchronisation leave their gradients there."""
-        for group in self._groups():
-            yield from (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
-
     def _gather(self) -> None:
         """Gather the parameters, those of nested `fully_shard` too: in one order, whatever ran before."""
         self._state()._lazy_init()
@@ -197,31 +202,32 @@ class ShardedReducer(Unhalved):
             group.post_backward()
         self._state()._root_post_backward_final_callback()
         self._keep(gathered=True)
+        for parameter in self._unreached:
+            parameter.grad = None  # a zero of FSDP2's
         self.note(started)
         if self.recorder is not None:
             self.recorder.reduce_wait_ns[self._stage] = monotonic_ns() - started  # nothing is computed meanwhile
 
     def drop(self) -> None:
         """Forget the gradients of a step that failed, and shard again."""
-        for each in self._whole():
-            each.unsharded_param.grad, each.unsharded_accumulated_grad = self._earlier.get(each, (None, None))
-        self._earlier = {}
         for group in self._groups():
+            for each in group.fsdp_params:
+                if hasattr(each, "_unsharded_param"):  # gathered once
+                    each.unsharded_param.grad = each.unsharded_accumulated_grad = None
             group._training_state = type(group._training_state).IDLE  # it may have failed within a forward
             group.reshard()
         self._state()._state_ctx.iter_forward_root = None
 
 
-def _copied(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.clone()
-
-
 class WrappedReducer(Unhalved):
     """One stage under DistributedDataParallel: prepared for its last chunk's backward only."""
 
-    def __init__(self, stage: int, module: DistributedDataParallel, replicas: int) -> None:
+    def __init__(
+        self, stage: int, module: DistributedDataParallel, replicas: int, unreached: Collection[nn.Parameter] = ()
+    ) -> None:
+        """`unreached`: parameters of the stage that no output depends on."""
         super().__init__(stage)
-        self._module, self._replicas = module, replicas
+        self._module, self._replicas, self._unreached = module, replicas, tuple(unreached)
         self._trained = trained_names(module.module)
         self._parameters = [p for p in module.module.parameters() if p.requires_grad]
         self._missing: set[nn.Parameter] = set()
@@ -270,4 +276,6 @@ class WrappedReducer(Unhalved):
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(self._replicas)  # it averages
+        for parameter in self._unreached:
+            parameter.grad = None  # a zero, so that DistributedDataParallel waits for nobody
         self.note(self._started)

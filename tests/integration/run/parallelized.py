@@ -30,4 +30,5 @@ def loss(output, target):
 
 def whole_gradients(run):
     """Return this rank's gradients by name, none of them sharded."""
-    return {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)().clone() for name, p in run.named_parameters()}
+    held = {name: p.grad for name, p in run.named_parameters() if p.grad is not None}
+    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)().clone() for name, grad in held.items()}

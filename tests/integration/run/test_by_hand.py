@@ -53,6 +53,7 @@ ORDERS = {
     "all forwards first": forwards_first(),
     "a chunk left out": forwards_first()[:-1],
     "a chunk twice": [*forwards_first()[:2], ("forward_one_chunk", 0)],
+    "a backward too early": [*forwards_first()[:2], ("backward_one_chunk", 2)],
     "a chunk too many": [*forwards_first()[:2], ("forward_one_chunk", CHUNKS)],
 }
 
@@ -127,6 +128,7 @@ def test_an_error_in_a_stage_by_hand_reaches_the_other_rank_and_the_next_step_ru
     [
         ("a chunk left out", "the step ended before rank {0} ran {0}B3"),
         ("a chunk twice", "rank {0} ran {0}F0 in this step already"),
+        ("a backward too early", "rank {0}: run {0}F2 before its backward {0}B2"),
         ("a chunk too many", "rank {0} has no {0}F4"),
     ],
 )
@@ -166,3 +168,26 @@ def test_replicas_by_hand_sum_with_the_backward_that_the_list_has_last_and_refus
             "gradients of stage 0 are summed over replicas with its backward of chunk 3; run it after 0B0, 0B1, 0B2"
             in wrong
         )
+
+
+def test_in_one_process_a_step_by_hand_that_failed_twice_leaves_the_gradients_and_the_next_one_runs():
+    def strict(output, target):
+        if bool((target > 90).any()):
+            raise ValueError("a target beyond reach")
+        return loss(output, target)
+
+    example = tuple(value[:3] for value in batch()[:3])
+    stage = stagekit.PipelineStage(
+        stagekit.pipeline(Model, example, loss_fn=strict, stages=1, chunks=CHUNKS, seed=1), 0
+    )
+    *args, target = batch()
+    expected = told(stage, "all forwards first")
+    before = {name: p.grad.clone() for name, p in stage.run.named_parameters()}
+    stage.begin(*args, target=torch.full_like(target, 99.0))
+    for chunk in range(2):
+        with pytest.raises(StageError, match="a target beyond reach"):
+            stage.forward_one_chunk(chunk)
+    assert all(torch.equal(p.grad, before[name]) for name, p in stage.run.named_parameters())
+    stage.run.zero_grad()
+    assert told(stage, "all forwards first") == expected
+    assert all(torch.equal(p.grad, before[name]) for name, p in stage.run.named_parameters())

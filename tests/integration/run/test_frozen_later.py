@@ -85,6 +85,10 @@ def everything(rank):
     results["one replica"] = refused(run, ["layers.1.weight"] if rank == 0 else [])
     results["one copy"] = refused(run, ["layers.0.weight"] if rank in (0, 2) else [])
     results["thawed"] = refused(run, ["layers.2.bias"] if rank == 0 else [], trains=True)
+    run.zero_grad()
+    with run.no_sync():
+        step(run, 0)
+    results["between summed steps"] = refused(run, ["layers.1.weight"] if rank == 0 else [])
     return results
 
 
@@ -108,6 +112,7 @@ def test_parameters_frozen_between_steps_have_no_gradient_on_any_replica_and_wha
         assert "layers.1.weight (stage 0) was frozen on some replicas and trains on others" in rank["one replica"]
         assert "layers.0.weight is tied over stages, and only some of its copies were frozen" in rank["one copy"]
         assert "layers.2.bias was frozen when the model was captured" in rank["thawed"]
+        assert "layers.1.weight was frozen or thawed between steps whose gradients are" in rank["between summed steps"]
 
 
 def wrapped_and_frozen(rank):

@@ -36,6 +36,10 @@ def call(run, name):
     if name == "late step":
         run.step_number += 1
     try:
+        if name == "clip":
+            return run.clip_grad_norm_(1.0)
+        if name == "scaler":
+            return stagekit.GradScaler(run, init_scale=1.0).unscale_(None)
         with run.no_sync() if name == "unsynced step" else contextlib.nullcontext():
             return (run.eval if name == "eval" else run.step)(x, target=target).loss
     except (UserError, RemoteError) as error:
@@ -53,6 +57,13 @@ CASES = {
     "step, unsynced step": (False, "step", "unsynced step"),
     "step, late step": (False, "step", "late step"),
     "late eval, step": (False, "late step", "step"),
+    "first step, clip": (True, "step", "clip"),
+    "clip, first step": (True, "clip", "step"),
+    "clip, step": (False, "clip", "step"),
+    "step, clip": (False, "step", "clip"),
+    "clip, eval": (False, "clip", "eval"),
+    "scaler, clip": (False, "scaler", "clip"),
+    "step, scaler": (False, "step", "scaler"),
 }
 
 
@@ -91,7 +102,7 @@ def test_ranks_that_call_different_things_all_raise_and_go_on(two, name):
 def replicas_differ(rank, stages):
     run = pipe(replicas=2, stages=stages).deploy()
     found = [call(run, "step"), call(run, "eval")]
-    for calls in (("step", "eval"), ("eval", "step"), ("step", "unsynced step")):
+    for calls in (("step", "eval"), ("eval", "step"), ("step", "unsynced step"), ("clip", "step"), ("step", "clip")):
         found.append(call(run, calls[run.replica]))
         run.zero_grad()
         found.append(call(run, "step"))
@@ -99,7 +110,7 @@ def replicas_differ(rank, stages):
 
 
 def assert_all_raised(ranks):
-    for position in (2, 4, 6):
+    for position in (2, 4, 6, 8, 10):
         told = [found[position] for found in ranks]
         assert {kind for kind, _ in told} <= {"RemoteError", "UserError"}
         assert any(text.startswith(f"rank {len(ranks) // 2} called") for _, text in told)
@@ -113,6 +124,33 @@ def test_replicas_that_call_different_things_all_raise_and_go_on(two):
 @pytest.mark.soak
 def test_replicas_of_several_ranks_that_call_different_things_all_raise_and_go_on():
     assert_all_raised(spawn(replicas_differ, 4, 2))
+
+
+# ---- deploy
+
+
+def deployed_in_part(rank):
+    """Return what deploying raises on every rank where `parallelize` raises on one of them."""
+
+    def parallelize(module, mesh):
+        if rank == 1:
+            raise ValueError("no room")
+        return module
+
+    own = stagekit.pipeline(
+        model, (batch()[0][:4],), loss_fn=nn.functional.mse_loss, stages=2, chunks=CHUNKS, split=["2"],
+        parallelize=parallelize, seed=2,
+    )  # fmt: skip
+    try:
+        own.deploy()
+    except (ValueError, RemoteError) as error:
+        return type(error).__name__, str(error), call(pipe().deploy(), "step")
+
+
+def test_a_stage_that_can_not_be_made_on_one_rank_is_told_on_all_and_the_next_pipeline_runs():
+    first, second = spawn(deployed_in_part, 2)
+    assert first[:2] == ("RemoteError", "rank 1: ValueError: no room") and second[:2] == ("ValueError", "no room")
+    assert first[2] == second[2] and isinstance(first[2], float)
 
 
 # ---- one rank
@@ -143,3 +181,23 @@ def test_a_target_that_only_some_evaluations_are_given_is_refused_in_the_words_o
     run.eval(x, target=target if is_first else None)
     with pytest.raises(StagekitError, match=r"target to (the first )?eval\(\).* every eval\(\)"):
         run.eval(x, target=None if is_first else target)
+
+
+def test_gradients_of_earlier_steps_outlive_a_step_that_is_refused():
+    def partly_frozen():
+        made = model()
+        made[0].bias.requires_grad_(False)
+        return made
+
+    x, target = batch()
+    run = stagekit.pipeline(
+        partly_frozen, (x[:4],), loss_fn=nn.functional.mse_loss, stages=1, chunks=CHUNKS, seed=2
+    ).deploy()
+    run.step(x, target=target)
+    before = {name: p.grad.clone() for name, p in run.named_parameters() if p.grad is not None}
+    frozen = dict(run.named_parameters())["0.bias"]
+    for bad_x, bad_target, thawed in ((x[:, :3], target, False), (x, target[:5], False), (x, target, True)):
+        frozen.requires_grad_(thawed)
+        with pytest.raises(StagekitError):
+            run.step(bad_x, target=bad_target)
+        assert all(torch.equal(p.grad, before[name]) for name, p in run.named_parameters() if p is not frozen)

@@ -81,7 +81,7 @@ def values(own: dict[str, nn.Parameter]) -> set[tuple[float, ...]]:
 def test_gradients_of_a_step_without_sync_are_summed_with_the_next_ones(group: dist.ProcessGroup) -> None:
     own = parameters()
     made = reducer(own, group)
-    sums = GradientSums({0: made}, {}, list(own.values()))
+    sums = GradientSums({0: made}, {}, list(own.items()))
     for parameter in own.values():
         parameter.grad = None
     with sums.synchronised(False):
@@ -96,7 +96,7 @@ def test_gradients_of_a_step_without_sync_are_summed_with_the_next_ones(group: d
 
 def test_a_step_without_sync_on_top_of_summed_gradients_is_refused(group: dist.ProcessGroup) -> None:
     own = parameters()
-    sums = GradientSums({0: reducer(own, group)}, {}, list(own.values()))
+    sums = GradientSums({0: reducer(own, group)}, {}, list(own.items()))
     with sums.synchronised(False), pytest.raises(UserError, match="zero the gradients first"):
         step(sums, own, 1.0)
     for parameter in own.values():
