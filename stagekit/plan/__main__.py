@@ -62,7 +62,7 @@ def _generate(options: argparse.Namespace) -> Trial:
     if schedule == "auto":
         raise ValueError(
             "--schedule auto chooses on what a model was measured to cost: pipectl plan job.yaml, or stagekit.pipeline(…, "
-            "schedule=\"auto\"); here, try each with --forward, --input-grad, --weight-grad and --hop"
+            'schedule="auto"); here, try each with --forward, --input-grad, --weight-grad and --hop'
         )
     each = options.stages_per_rank
     if each is not None and "," in each and options.ranks is None:
