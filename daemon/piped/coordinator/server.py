@@ -106,8 +106,9 @@ class Coordinator:
         has_fleet = any(not each.is_gone for each in state.nodes.values())
         grace_s = config.lease_ttl_s + liveness.RESTART_GRACE_S if has_fleet else 0.0
         started_s = boottime_s()
-        leases = liveness.Leases(config.lease_ttl_s, last_tick_s=started_s, not_before_s=started_s + grace_s)
-        nodes = NodeService(self._engine, board, bulk, leases, beat_s=config.beat_s)
+        cadence = liveness.Cadence(config.beat_s, config.lease_ttl_s)
+        leases = liveness.Leases(cadence, last_tick_s=started_s, not_before_s=started_s + grace_s)
+        nodes = NodeService(self._engine, board, bulk, leases)
         self._engine.links = nodes
         return nodes, board, bulk
 

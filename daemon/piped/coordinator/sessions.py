@@ -66,9 +66,9 @@ class OpenSession:
 class NodeService(nodes_pb2_grpc.NodeServiceServicer):
     """The servicer of both node streams, and the engine's `Links`."""
 
-    def __init__(self, engine: Engine, board: ProgressBoard, bulk: BulkLinks, leases: Leases, *, beat_s: float) -> None:
+    def __init__(self, engine: Engine, board: ProgressBoard, bulk: BulkLinks, leases: Leases) -> None:
         self._engine, self._board, self._bulk, self._leases = engine, board, bulk, leases
-        self._beat_s = beat_s
+        self._small = leases.cadence  # of a fleet of no more than a thousand
         self._open: dict[str, OpenSession] = {}
         self._stopping: UnavailableError | None = None
         self._numbers = itertools.count(1)
@@ -99,9 +99,10 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
     async def tick_leases(self) -> None:
         """Post LeaseExpired for silent nodes, until cancelled."""
         while True:
-            await asyncio.sleep(self._beat_s / 4)
+            await asyncio.sleep(self._leases.cadence.beat_s / 4)
             nodes = self._engine.state.nodes
             live = [each.node_id for each in nodes.values() if not each.is_gone]
+            self._leases.cadence = self._small.for_fleet(len(live))
             for node_id in self._leases.tick(live, boottime_s()):
                 try:
                     await self._engine.post(LeaseExpired(node_id, nodes[node_id].incarnation))
@@ -143,6 +144,7 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
             raise
         node: Node = state.nodes[registration.node_id]
         self._leases.beat(node.node_id, boottime_s())
+        cadence = self._leases.cadence
         session = OpenSession(node.node_id, number)
         if node.node_id in self._open:
             self._open[node.node_id].end(LeaseLost("a newer session of the same node replaced this one"))
@@ -151,8 +153,8 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
             cluster_id=state.cluster_id,
             coordinator_epoch=state.epoch,
             incarnation=node.incarnation,
-            beat_s=self._beat_s,
-            lease_ttl_s=self._leases.ttl_s,
+            beat_s=cadence.beat_s,
+            lease_ttl_s=cadence.ttl_s,
         )
         session.send(nodes_pb2.SessionResponse(welcome=welcome))
         session.send_desired()
@@ -171,8 +173,10 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
                     raise RegistrationRefused("a second Hello on one session; open a new stream to register again")
 
     def _take_beat(self, session: OpenSession, beat: nodes_pb2.Beat) -> None:
-        self._leases.beat(session.node_id, boottime_s())
-        session.send(nodes_pb2.SessionResponse(beat_ack=nodes_pb2.BeatAck(beat_seq=beat.beat_seq)))
+        ack = nodes_pb2.BeatAck(beat_seq=beat.beat_seq)
+        if cadence := self._leases.beat(session.node_id, boottime_s()):
+            ack.beat_s, ack.lease_ttl_s = cadence.beat_s, cadence.ttl_s
+        session.send(nodes_pb2.SessionResponse(beat_ack=ack))
         for each in beat.progress:
             attempt = self._engine.state.attempts.get(each.fence)
             if attempt is None or session.node_id not in attempt.node_ids:

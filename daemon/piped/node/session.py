@@ -80,6 +80,7 @@ class Session:
         self._on_registration = on_registration
         self._acknowledged_s = 0.0
         self._loop_lag_s = 0.0
+        self._beat_s, self._ttl_s = 1.0, 4.0  # as the coordinator says
 
     async def run(self) -> None:
         """Hold sessions until cancelled."""
@@ -105,7 +106,7 @@ class Session:
             self._book.resend()
             await self._on_registration(True)
             epoch = welcome.coordinator_epoch
-            await first_of(**{"session-hear": self._hear(call, epoch), "session-speak": self._speak(call, welcome)})
+            await first_of(**{"session-hear": self._hear(call, epoch), "session-speak": self._speak(call)})
         except SessionEnded as error:
             reason = str(error)
         except grpc.aio.AioRpcError as error:
@@ -171,6 +172,7 @@ class Session:
                 f"epoch {epoch} can't be noted in state_dir {self._state.path}: {error}; free some space there"
             ) from error
         self._acknowledged_s = time.monotonic()
+        self._beat_s, self._ttl_s = welcome.beat_s, welcome.lease_ttl_s
         log.info("session_open", cluster_id=welcome.cluster_id, epoch=welcome.coordinator_epoch)
 
     async def _hear(self, call: Any, epoch: int) -> None:
@@ -178,6 +180,8 @@ class Session:
             match message.WhichOneof("message"):
                 case "beat_ack":
                     self._acknowledged_s = time.monotonic()
+                    if message.beat_ack.beat_s:
+                        self._beat_s, self._ttl_s = message.beat_ack.beat_s, message.beat_ack.lease_ttl_s
                 case "desired":
                     self._supervisor.want(convert.desired_state(message.desired, epoch))
                 case "fact_ack":
@@ -185,19 +189,22 @@ class Session:
         code, details = await call.code(), await call.details()
         raise SessionEnded(f"{code.name}: {details}" if details else f"closed by the coordinator ({code.name})")
 
-    async def _speak(self, call: Any, welcome: nodes_pb2.Welcome) -> None:
-        """Write beats when they are due and facts when there are any: one writer, as a stream allows."""
-        beat_seq, due_s = 0, time.monotonic()
+    async def _speak(self, call: Any) -> None:
+        """Write beats when they are due and facts when there are any: one writer, as a stream allows.
+
+        The first beat comes at any moment of an interval: a fleet that reconnects together shall not beat together.
+        """
+        beat_seq, due_s = 0, time.monotonic() + random.uniform(0.0, self._beat_s)
         while True:
             await self._send_facts(call)
             now_s = time.monotonic()
             if now_s >= due_s:
                 self._loop_lag_s = now_s - due_s
-                due_s = now_s + welcome.beat_s
+                due_s = now_s + self._beat_s
                 beat_seq += 1
                 await self._write(call, nodes_pb2.SessionRequest(beat=self._beat(beat_seq)))
                 silent_s = now_s - self._acknowledged_s
-                if silent_s > max(welcome.lease_ttl_s, 3 * welcome.beat_s):
+                if silent_s > max(self._ttl_s, 3 * self._beat_s):
                     raise SessionEnded(f"no beat was acknowledged for {silent_s:.1f} s")
             try:
                 async with asyncio.timeout(max(0.0, due_s - time.monotonic())):

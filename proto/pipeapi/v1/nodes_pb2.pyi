@@ -129,10 +129,14 @@ class RankProgress(_message.Message):
     def __init__(self, fence: _Optional[int] = ..., rank: _Optional[int] = ..., progress: _Optional[_Union[_jobs_pb2.Progress, _Mapping]] = ...) -> None: ...
 
 class BeatAck(_message.Message):
-    __slots__ = ("beat_seq",)
+    __slots__ = ("beat_seq", "beat_s", "lease_ttl_s")
     BEAT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    BEAT_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
     beat_seq: int
-    def __init__(self, beat_seq: _Optional[int] = ...) -> None: ...
+    beat_s: float
+    lease_ttl_s: float
+    def __init__(self, beat_seq: _Optional[int] = ..., beat_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
 
 class DesiredState(_message.Message):
     __slots__ = ("desired_rev", "attempts")

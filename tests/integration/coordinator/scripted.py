@@ -315,18 +315,22 @@ class ScriptedNode:
 
     async def _read(self, call: Any) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
-            match message.WhichOneof("message"):
-                case "beat_ack":
-                    self.beats_acked = message.beat_ack.beat_seq
-                case "fact_ack":
-                    for key in message.fact_ack.keys:
-                        self.unacked.pop((key.fence, key.rank if key.HasField("rank") else -1, key.kind), None)
-                case "desired" if message.desired.desired_rev >= self.desired_rev:
-                    self.desired_rev = message.desired.desired_rev
-                    self.desired = {each.fence: each for each in message.desired.attempts}
-                    for attempt in message.desired.attempts:
-                        self._follow(attempt)
+            self.take(message)
         self.errors.append(await call.code())
+
+    def take(self, message: nodes_pb2.SessionResponse) -> None:
+        """Do what a message of the coordinator asks for."""
+        match message.WhichOneof("message"):
+            case "beat_ack":
+                self.beats_acked = message.beat_ack.beat_seq
+            case "fact_ack":
+                for key in message.fact_ack.keys:
+                    self.unacked.pop((key.fence, key.rank if key.HasField("rank") else -1, key.kind), None)
+            case "desired" if message.desired.desired_rev >= self.desired_rev:
+                self.desired_rev = message.desired.desired_rev
+                self.desired = {each.fence: each for each in message.desired.attempts}
+                for attempt in message.desired.attempts:
+                    self._follow(attempt)
 
     async def _beat(self, call: Any) -> None:
         beat_seq = 0

@@ -13,7 +13,7 @@ from piped.coordinator.bulk import BulkLinks
 from piped.coordinator.engine import Engine
 from piped.coordinator.progress import ProgressBoard
 from piped.coordinator.sessions import NodeService
-from piped.core.liveness import Leases
+from piped.core.liveness import Cadence, Leases
 from piped.core.model import NodeState, State
 from tests.unit.core.build import registration
 
@@ -35,8 +35,8 @@ class SlowDisk:
 async def served():
     disk = SlowDisk()
     engine = Engine(State("c1", epoch=1), disk)
-    leases = Leases(60.0, last_tick_s=0.0, not_before_s=0.0)
-    service = engine.links = NodeService(engine, ProgressBoard(), BulkLinks(), leases, beat_s=1.0)
+    leases = Leases(Cadence(1.0, 60.0), last_tick_s=0.0, not_before_s=0.0)
+    service = engine.links = NodeService(engine, ProgressBoard(), BulkLinks(), leases)
     server = grpc.aio.server()
     nodes_pb2_grpc.add_NodeServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")

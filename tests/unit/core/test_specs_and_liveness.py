@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from piped.core.liveness import Leases
+from piped.core.liveness import Cadence, Leases
 from piped.core.specs import check
 from piped.errors import SpecError
 from tests.unit.core.build import spec
@@ -46,7 +46,7 @@ def test_a_good_spec_passes():
 
 
 def test_a_lease_ends_a_ttl_after_the_last_beat():
-    leases = Leases(4.0, last_tick_s=0.0, not_before_s=0.0)
+    leases = Leases(Cadence(1.0, 4.0), last_tick_s=0.0, not_before_s=0.0)
     leases.beat("n1", 1.0)
     assert leases.tick(["n1"], 2.0) == []
     assert leases.tick(["n1"], 4.0) == []
@@ -54,14 +54,32 @@ def test_a_lease_ends_a_ttl_after_the_last_beat():
 
 
 def test_no_lease_ends_during_the_grace_after_a_start():
-    leases = Leases(4.0, last_tick_s=0.0, not_before_s=34.0)
+    leases = Leases(Cadence(1.0, 4.0), last_tick_s=0.0, not_before_s=34.0)
     assert [leases.tick(["n1"], float(now_s)) for now_s in range(34)] == [[]] * 34
     assert leases.tick(["n1"], 34.0) == ["n1"]
 
 
 def test_no_lease_ends_because_the_coordinator_was_late():
-    leases = Leases(4.0, last_tick_s=0.0, not_before_s=0.0)
+    leases = Leases(Cadence(1.0, 4.0), last_tick_s=0.0, not_before_s=0.0)
     leases.beat("n1", 0.0)
     assert leases.tick(["n1"], 60.0) == []
     assert leases.tick(["n1"], 62.0) == []
     assert leases.tick(["n1"], 64.0) == ["n1"]
+
+
+def test_a_large_fleet_beats_less_often_and_each_node_is_told_once_without_losing_it_meanwhile():
+    small = Cadence(1.0, 4.0)
+    assert [small.for_fleet(count) for count in (0, 1000, 1001, 5000)] == [
+        small, small, Cadence(2.0, 8.0), Cadence(5.0, 20.0)
+    ]  # fmt: skip
+    leases = Leases(small, last_tick_s=0.0, not_before_s=0.0)
+    leases.beat("n1", 0.0)
+    leases.cadence = small.for_fleet(5000)
+    assert leases.beat("n1", 1.0) == Cadence(5.0, 20.0)
+    assert leases.beat("n1", 6.0) is None
+    assert leases.expires_s("n1") == 26.0
+    leases.cadence = small
+    assert leases.beat("n1", 11.0) == small
+    assert leases.expires_s("n1") == 31.0  # it may beat as late as it was told before
+    leases.beat("n1", 16.0)
+    assert leases.expires_s("n1") == 20.0
