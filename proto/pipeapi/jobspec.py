@@ -40,18 +40,24 @@ from pipeapi.schedules import (
     is_file,
     misfit,
 )
-from pipeapi.sections import NAME, Checkpoint, Observe, Recovery, Resources, Strict, absolute
-from pipeapi.values import SIZE_PATTERN, check_env, check_param, parse_size
+from pipeapi.sections import (
+    NAME,
+    Checkpoint,
+    Observe,
+    Recovery,
+    Resources,
+    Size,
+    SizeAboveZero,
+    Strict,
+    absolute,
+)
+from pipeapi.values import check_env, check_param, parse_size
 
 MAX_FILE_BYTES = 1 << 20
 MAX_SPEC_BYTES = 256 << 10  # a node tells each worker the whole job, and its environment again, in one line of 1 MiB
 SPLITS = ("balanced", "balanced:measured", "balanced:flops", "balanced:bytes", "parameters", "layers", "bucket:25MiB")
 
 _PROGRAM = r"^(hf:.+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
-
-_SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}]}
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 50), WithJsonSchema(_SIZE_SCHEMA)]
-SizeAboveZero = Annotated[int, BeforeValidator(parse_size), Field(ge=1, lt=1 << 50), WithJsonSchema(_SIZE_SCHEMA)]
 
 
 def _chosen_or_count(value: object, handler: ValidatorFunctionWrapHandler) -> int:

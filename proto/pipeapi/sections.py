@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
-from pipeapi.values import check_label, parse_duration
+from pipeapi.values import SIZE_PATTERN, check_label, parse_duration, parse_size
 
 NAME = r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$"
 _TIME_SCHEMA = {
@@ -14,6 +14,9 @@ _TIME_SCHEMA = {
 }
 Seconds = Annotated[int, BeforeValidator(parse_duration), Field(ge=0, le=86_400), WithJsonSchema(_TIME_SCHEMA)]
 Timeout = Annotated[int, BeforeValidator(parse_duration), Field(ge=1, le=86_400), WithJsonSchema(_TIME_SCHEMA)]
+_SIZE_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": SIZE_PATTERN}]}
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 50), WithJsonSchema(_SIZE_SCHEMA)]
+SizeAboveZero = Annotated[int, BeforeValidator(parse_size), Field(ge=1, lt=1 << 50), WithJsonSchema(_SIZE_SCHEMA)]
 
 
 class Strict(BaseModel):
@@ -25,6 +28,10 @@ class Resources(Strict):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where the slots are CUDA devices")
     slots_per_node: int | None = Field(None, ge=1, description="at most so many workers on one node")
+    memory: SizeAboveZero | None = Field(
+        None,
+        description="what one worker and its children may take, where the node has a cgroup to hold them; null: no limit",
+    )
     placement: Literal["spread", "pack"] = Field(
         "spread",
         description="spread: replicas on different nodes where free slots allow it; pack: the whole job on the fewest nodes",
@@ -60,6 +67,11 @@ class Recovery(Strict):
     )
     start_timeout: Timeout = Field(
         600, description="for the nodes to prepare, and again for every rank to import, cut, compile and join"
+    )
+    hang_timeout: Timeout | None = Field(
+        None,
+        description="without any progress of a rank, after which the attempt has hung; null: five of its longest steps, at least "
+        "10 s; more in data, eval, hooks, save and the first step",
     )
 
 

@@ -42,6 +42,8 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_START_TIMEOUT: _ClassVar[FailureReason]
     FAILURE_REASON_NUMERIC: _ClassVar[FailureReason]
     FAILURE_REASON_INFRA: _ClassVar[FailureReason]
+    FAILURE_REASON_HANG: _ClassVar[FailureReason]
+    FAILURE_REASON_OOM_KILLED: _ClassVar[FailureReason]
 
 class RankRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -84,6 +86,8 @@ FAILURE_REASON_NODE_LOST: FailureReason
 FAILURE_REASON_START_TIMEOUT: FailureReason
 FAILURE_REASON_NUMERIC: FailureReason
 FAILURE_REASON_INFRA: FailureReason
+FAILURE_REASON_HANG: FailureReason
+FAILURE_REASON_OOM_KILLED: FailureReason
 RANK_ROLE_UNSPECIFIED: RankRole
 RANK_ROLE_ROOT: RankRole
 RANK_ROLE_FAILED: RankRole

@@ -119,14 +119,36 @@ class Beat(_message.Message):
     def __init__(self, beat_seq: _Optional[int] = ..., sent_boottime_ns: _Optional[int] = ..., loop_lag_s: _Optional[float] = ..., desired_rev: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ...) -> None: ...
 
 class RankProgress(_message.Message):
-    __slots__ = ("fence", "rank", "progress")
+    __slots__ = ("fence", "rank", "progress", "position")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     fence: int
     rank: int
     progress: _jobs_pb2.Progress
-    def __init__(self, fence: _Optional[int] = ..., rank: _Optional[int] = ..., progress: _Optional[_Union[_jobs_pb2.Progress, _Mapping]] = ...) -> None: ...
+    position: Position
+    def __init__(self, fence: _Optional[int] = ..., rank: _Optional[int] = ..., progress: _Optional[_Union[_jobs_pb2.Progress, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
+
+class Position(_message.Message):
+    __slots__ = ("step", "section", "action", "waiting_on", "waiting_on_all", "age_s", "silent_s", "longest_step_s")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SECTION_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    WAITING_ON_FIELD_NUMBER: _ClassVar[int]
+    WAITING_ON_ALL_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    section: str
+    action: str
+    waiting_on: _containers.RepeatedScalarFieldContainer[int]
+    waiting_on_all: bool
+    age_s: float
+    silent_s: float
+    longest_step_s: float
+    def __init__(self, step: _Optional[int] = ..., section: _Optional[str] = ..., action: _Optional[str] = ..., waiting_on: _Optional[_Iterable[int]] = ..., waiting_on_all: _Optional[bool] = ..., age_s: _Optional[float] = ..., silent_s: _Optional[float] = ..., longest_step_s: _Optional[float] = ...) -> None: ...
 
 class BeatAck(_message.Message):
     __slots__ = ("beat_seq", "beat_s", "lease_ttl_s")
@@ -147,7 +169,7 @@ class DesiredState(_message.Message):
     def __init__(self, desired_rev: _Optional[int] = ..., attempts: _Optional[_Iterable[_Union[DesiredAttempt, _Mapping]]] = ...) -> None: ...
 
 class DesiredAttempt(_message.Message):
-    __slots__ = ("job_id", "attempt", "fence", "phase", "spec", "ranks", "store_endpoint", "grace_s", "stop_trigger")
+    __slots__ = ("job_id", "attempt", "fence", "phase", "spec", "ranks", "store_endpoint", "grace_s", "stop_trigger", "dump_stacks")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +179,7 @@ class DesiredAttempt(_message.Message):
     STORE_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     STOP_TRIGGER_FIELD_NUMBER: _ClassVar[int]
+    DUMP_STACKS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     attempt: int
     fence: int
@@ -166,7 +189,8 @@ class DesiredAttempt(_message.Message):
     store_endpoint: str
     grace_s: float
     stop_trigger: str
-    def __init__(self, job_id: _Optional[str] = ..., attempt: _Optional[int] = ..., fence: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., spec: _Optional[_Union[_spec_pb2.JobSpec, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankPlacement, _Mapping]]] = ..., store_endpoint: _Optional[str] = ..., grace_s: _Optional[float] = ..., stop_trigger: _Optional[str] = ...) -> None: ...
+    dump_stacks: bool
+    def __init__(self, job_id: _Optional[str] = ..., attempt: _Optional[int] = ..., fence: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., spec: _Optional[_Union[_spec_pb2.JobSpec, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankPlacement, _Mapping]]] = ..., store_endpoint: _Optional[str] = ..., grace_s: _Optional[float] = ..., stop_trigger: _Optional[str] = ..., dump_stacks: _Optional[bool] = ...) -> None: ...
 
 class RankPlacement(_message.Message):
     __slots__ = ("rank", "replica", "stages", "node_id", "node_name", "slot")
@@ -285,16 +309,18 @@ class WorkerDone(_message.Message):
     def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class Exited(_message.Message):
-    __slots__ = ("code", "signal", "by_supervisor", "log_tail")
+    __slots__ = ("code", "signal", "by_supervisor", "log_tail", "oom_killed")
     CODE_FIELD_NUMBER: _ClassVar[int]
     SIGNAL_FIELD_NUMBER: _ClassVar[int]
     BY_SUPERVISOR_FIELD_NUMBER: _ClassVar[int]
     LOG_TAIL_FIELD_NUMBER: _ClassVar[int]
+    OOM_KILLED_FIELD_NUMBER: _ClassVar[int]
     code: int
     signal: int
     by_supervisor: bool
     log_tail: str
-    def __init__(self, code: _Optional[int] = ..., signal: _Optional[int] = ..., by_supervisor: _Optional[bool] = ..., log_tail: _Optional[str] = ...) -> None: ...
+    oom_killed: bool
+    def __init__(self, code: _Optional[int] = ..., signal: _Optional[int] = ..., by_supervisor: _Optional[bool] = ..., log_tail: _Optional[str] = ..., oom_killed: _Optional[bool] = ...) -> None: ...
 
 class AttemptEmpty(_message.Message):
     __slots__ = ()

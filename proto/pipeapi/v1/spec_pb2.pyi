@@ -19,7 +19,7 @@ BACKEND_GLOO: Backend
 BACKEND_NCCL: Backend
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "program", "params", "pipeline", "train", "backend", "resources", "checkpoint", "observe", "env", "redacted_env", "python", "source_sha256", "grace_s", "start_timeout_s", "init", "weights", "priority", "tenant")
+    __slots__ = ("name", "program", "params", "pipeline", "train", "backend", "resources", "checkpoint", "observe", "env", "redacted_env", "python", "source_sha256", "grace_s", "start_timeout_s", "init", "weights", "priority", "tenant", "hang_timeout_s")
     class ParamsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class JobSpec(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    HANG_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     program: str
     params: _containers.MessageMap[str, ParamValue]
@@ -72,7 +73,8 @@ class JobSpec(_message.Message):
     weights: str
     priority: int
     tenant: str
-    def __init__(self, name: _Optional[str] = ..., program: _Optional[str] = ..., params: _Optional[_Mapping[str, ParamValue]] = ..., pipeline: _Optional[_Union[PipelineSpec, _Mapping]] = ..., train: _Optional[_Union[TrainSpec, _Mapping]] = ..., backend: _Optional[_Union[Backend, str]] = ..., resources: _Optional[_Union[ResourcesSpec, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointSpec, _Mapping]] = ..., observe: _Optional[_Union[ObserveSpec, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., redacted_env: _Optional[_Iterable[str]] = ..., python: _Optional[str] = ..., source_sha256: _Optional[str] = ..., grace_s: _Optional[int] = ..., start_timeout_s: _Optional[int] = ..., init: _Optional[str] = ..., weights: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    hang_timeout_s: int
+    def __init__(self, name: _Optional[str] = ..., program: _Optional[str] = ..., params: _Optional[_Mapping[str, ParamValue]] = ..., pipeline: _Optional[_Union[PipelineSpec, _Mapping]] = ..., train: _Optional[_Union[TrainSpec, _Mapping]] = ..., backend: _Optional[_Union[Backend, str]] = ..., resources: _Optional[_Union[ResourcesSpec, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointSpec, _Mapping]] = ..., observe: _Optional[_Union[ObserveSpec, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., redacted_env: _Optional[_Iterable[str]] = ..., python: _Optional[str] = ..., source_sha256: _Optional[str] = ..., grace_s: _Optional[int] = ..., start_timeout_s: _Optional[int] = ..., init: _Optional[str] = ..., weights: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., hang_timeout_s: _Optional[int] = ...) -> None: ...
 
 class ParamValue(_message.Message):
     __slots__ = ("null_value", "bool_value", "int_value", "double_value", "string_value", "list_value", "map_value")
@@ -176,7 +178,7 @@ class TrainSpec(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., clip_grad_norm: _Optional[float] = ..., seed: _Optional[int] = ..., log_every: _Optional[int] = ..., eval_every: _Optional[int] = ..., accumulate: _Optional[int] = ..., precision: _Optional[str] = ...) -> None: ...
 
 class ResourcesSpec(_message.Message):
-    __slots__ = ("device", "slots_per_node", "placement", "node_selector")
+    __slots__ = ("device", "slots_per_node", "placement", "node_selector", "memory_bytes")
     class NodeSelectorEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -188,11 +190,13 @@ class ResourcesSpec(_message.Message):
     SLOTS_PER_NODE_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     NODE_SELECTOR_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     device: str
     slots_per_node: int
     placement: str
     node_selector: _containers.ScalarMap[str, str]
-    def __init__(self, device: _Optional[str] = ..., slots_per_node: _Optional[int] = ..., placement: _Optional[str] = ..., node_selector: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    memory_bytes: int
+    def __init__(self, device: _Optional[str] = ..., slots_per_node: _Optional[int] = ..., placement: _Optional[str] = ..., node_selector: _Optional[_Mapping[str, str]] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class CheckpointSpec(_message.Message):
     __slots__ = ("dir",)
