@@ -172,12 +172,8 @@ def fact_key(fact: nodes_pb2.Fact) -> nodes_pb2.FactKey:
     return nodes_pb2.FactKey(fence=fact.fence, rank=fact.rank if fact.HasField("rank") else None, kind=kind)
 
 
-def desired_to_proto(desired_rev: int, attempts: tuple[DesiredAttempt, ...]) -> nodes_pb2.DesiredState:
-    """Return a node's complete desired state, with secrets: it goes to nodes only."""
-    return nodes_pb2.DesiredState(desired_rev=desired_rev, attempts=[_desired_attempt(each) for each in attempts])
-
-
-def _desired_attempt(desired: DesiredAttempt) -> nodes_pb2.DesiredAttempt:
+def desired_to_proto(desired: DesiredAttempt) -> nodes_pb2.DesiredAttempt:
+    """Return an attempt as a node shall have it, with secrets: it goes to nodes only."""
     attempt = desired.attempt
     return nodes_pb2.DesiredAttempt(
         job_id=attempt.job_id,

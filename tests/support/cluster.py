@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import yaml
@@ -31,16 +31,17 @@ def wait_until(condition, timeout_s=60.0, what="the condition", *, every_s=0.05)
 
 
 class Daemon:
-    """One process with a state directory and an endpoints.json."""
+    """One process with a state directory and an endpoints.json; `within` is the command that starts it elsewhere."""
 
-    def __init__(self, folder: Path, name: str, arguments: list[str]) -> None:
-        self.folder, self.name, self.arguments = folder / name, name, arguments
+    def __init__(self, folder: Path, name: str, arguments: list[str], within: Sequence[str] = ()) -> None:
+        self.folder, self.name, self.arguments, self.within = folder / name, name, arguments, within
         self.folder.mkdir(exist_ok=True)
         self.start()
 
     def start(self) -> None:
         (self.folder / "endpoints.json").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "piped", *self.arguments, "--state-dir", str(self.folder)]
+        piped = [sys.executable, "-m", "piped", *self.arguments, "--state-dir", str(self.folder)]
+        command = [*self.within, *piped]
         with Path(f"{self.folder}.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         wait_until(self._is_up, START_S, f"{self.name}'s endpoints.json")
@@ -79,12 +80,12 @@ class Cluster:
         for _ in range(nodes):
             self.add_node(slots)
 
-    def add_node(self, slots: int, *more: str) -> Daemon:
-        """Start one more node daemon."""
+    def add_node(self, slots: int, *more: str, within: Sequence[str] = ()) -> Daemon:
+        """Start one more node daemon, with `more` flags, by the command `within`."""
         name = f"node{len(self.nodes)}"
         flags = ["--coordinator", self.address, "--name", name, "--metrics", "127.0.0.1:0"]
         arguments = ["node", *flags, "--slots", str(slots), "--stop-workers-on-exit", *more]
-        self.nodes.append(Daemon(self.folder, name, arguments))
+        self.nodes.append(Daemon(self.folder, name, arguments, within))
         return self.nodes[-1]
 
     def __enter__(self) -> Cluster:

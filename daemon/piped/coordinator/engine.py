@@ -17,6 +17,7 @@ import structlog
 from piped.core import effects as fx
 from piped.core import machine
 from piped.core.events import (
+    BackoffEnded,
     DrainDeadlinePassed,
     Event,
     PlacementDue,
@@ -29,7 +30,7 @@ from piped.errors import BugError, PipedError, StoreRolledBack, UnavailableError
 
 MAX_BATCH = 256
 _RETRY_S = 1.0
-Deadline = StartDeadlinePassed | DrainDeadlinePassed | QuarantineEnded | StoreRetried
+Deadline = StartDeadlinePassed | DrainDeadlinePassed | QuarantineEnded | BackoffEnded | StoreRetried
 log = structlog.get_logger("coordinator")
 
 
@@ -203,6 +204,8 @@ class Engine:
                     self._arm(DrainDeadlinePassed(node_id, at_s), after_s)
                 case fx.ArmQuarantineEnd(node_id, at_s, after_s):
                     self._arm(QuarantineEnded(node_id, at_s), after_s)
+                case fx.ArmBackoffEnd(job_id, at_s, after_s):
+                    self._arm(BackoffEnded(job_id, at_s), after_s)
                 case fx.SendDesired(node_id) if self.links is not None:
                     self.links.send_desired(node_id)
                 case fx.CloseSession(node_id, reason) if self.links is not None:

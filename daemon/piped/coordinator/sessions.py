@@ -21,8 +21,8 @@ from piped import wire
 from piped.coordinator.bulk import BulkLinks
 from piped.coordinator.engine import Engine
 from piped.coordinator.progress import ProgressBoard
+from piped.coordinator.pushes import Pushes
 from piped.coordinator.tasks import first_of, write
-from piped.core import desired
 from piped.core.events import LeaseExpired, NodeDisconnected
 from piped.core.liveness import Leases
 from piped.core.model import Node
@@ -69,6 +69,7 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
     def __init__(self, engine: Engine, board: ProgressBoard, bulk: BulkLinks, leases: Leases) -> None:
         self._engine, self._board, self._bulk, self._leases = engine, board, bulk, leases
         self._small = leases.cadence  # of a fleet of no more than a thousand
+        self._pushes = Pushes()
         self._open: dict[str, OpenSession] = {}
         self._stopping: UnavailableError | None = None
         self._numbers = itertools.count(1)
@@ -206,6 +207,4 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
                 raise session.ending
             if session.is_desired_due:
                 session.is_desired_due = False
-                state = self._engine.state
-                message = wire.desired_to_proto(state.event_seq, desired.of_node(state, session.node_id))
-                await write(context, nodes_pb2.SessionResponse(desired=message))
+                await write(context, self._pushes.message_for(self._engine.state, session.node_id))

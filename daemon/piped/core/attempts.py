@@ -2,7 +2,7 @@
 
 A fact changes what is known of a worker; then `_judge` decides whether the attempt runs, has succeeded or must stop.
 `stop_trigger` and `outcome` are written once. STOPPING ends when every node of the attempt has reported it empty;
-nodes that are LOST are not waited for, but their slots stay reserved. A preempted one, whose job is to start anew, also
+nodes that are LOST are not waited for, but their slots stay reserved. Where the job is to start anew, the attempt also
 waits for LOST nodes whose ranks may still run: until they report, or are forgotten.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piped.core import events, jobs, quarantine, root_cause
+from piped.core import events, jobs, quarantine, retries, root_cause
 from piped.core.draft import Draft
 from piped.core.effects import ArmStartDeadline, SendDesired
 from piped.core.model import (
@@ -70,13 +70,13 @@ def reserve(draft: Draft, job: Job, placed: tuple[RankPlacement, ...]) -> None:
 
 
 def cancel(draft: Draft, job: Job) -> bool:
-    """Stop the job's attempt with grace; False: it fails already, and the job with it."""
+    """Stop the job's attempt with grace, or have none follow it; False: it fails already, and the job with it."""
     attempt = draft.attempts[job.fence]
     if attempt.state is not _A.STOPPING:
         jobs.start_cancelling(draft, job)
         _stop(draft, attempt, _A.CANCELLED, "cancelled by request", grace_s=float(job.spec.grace_s))
         return True
-    if attempt.outcome in (_A.ABORTED, _A.PREEMPTED):
+    if _starts_anew(draft, attempt):
         jobs.start_cancelling(draft, job)
         settle(draft, attempt)
         return True
@@ -95,8 +95,11 @@ def preempt(draft: Draft, attempt: Attempt, trigger: str) -> None:
 
 def prepared(draft: Draft, event: events.AttemptPrepared) -> str:
     attempt = _of_node(draft, event.node_id, event.fence)
-    if attempt is None or attempt.state is not _A.PREPARING:
+    if attempt is None or attempt.is_terminal:
         return IGNORED
+    retries.prepared(draft, attempt, event.node_id)
+    if attempt.state is not _A.PREPARING:
+        return "prepared, too late to matter"
     attempt = replace(attempt, prepared_nodes=attempt.prepared_nodes | {event.node_id})
     draft.put_attempt(attempt)
     if not attempt.prepared_nodes.issuperset(attempt.node_ids):
@@ -116,7 +119,7 @@ def refused(draft: Draft, event: events.PrepareRefused) -> str:
         return IGNORED  # COMMITTED: it lost its preparation since, or its workers can't be told what to do
     reason = f"node {draft.nodes[event.node_id].node_name} could not prepare: {event.message}"
     if attempt.state is _A.PREPARING:
-        quarantine.strike(draft, event.node_id, attempt.job_id, event.message)
+        retries.refused(draft, attempt, event.node_id, event.message, is_nodes=event.is_nodes)
     _stop(draft, attempt, _A.ABORTED, reason, grace_s=0.0)
     return reason
 
@@ -129,7 +132,7 @@ def start_deadline_passed(draft: Draft, event: events.StartDeadlinePassed) -> st
     if attempt.state is _A.PREPARING:
         late = [node_id for node_id in attempt.node_ids if node_id not in attempt.prepared_nodes]
         for node_id in late:
-            quarantine.strike(draft, node_id, attempt.job_id, f"not prepared {within}")
+            retries.refused(draft, attempt, node_id, f"not prepared {within}", is_nodes=False)
         reason = f"not prepared {within}: {', '.join(sorted(draft.nodes[each].node_name for each in late))}"
         _stop(draft, attempt, _A.ABORTED, reason, grace_s=0.0)
         return reason
@@ -172,6 +175,7 @@ def worker_fact(draft: Draft, event: events.WorkerFact) -> str:
     node_name = attempt.placement[event.rank].node_name
     draft.record(name, f"rank {event.rank}: {reason}", job_id=attempt.job_id, node_name=node_name)
     if attempt.state is _A.PREPARING and worker.has_failed:
+        retries.refused(draft, attempt, event.node_id, "its shim was lost before the start", is_nodes=False)
         _stop(draft, attempt, _A.ABORTED, f"node {node_name} lost the attempt's shim before its start", grace_s=0.0)
     else:
         _judge(draft, attempt)
@@ -188,6 +192,7 @@ def emptied(draft: Draft, event: events.AttemptEmptied) -> str:
     draft.record("attempt_empty", f"fence {event.fence}", job_id=attempt.job_id, node_name=node_name)
     note_drained(draft, event.node_id)
     if attempt.state is _A.PREPARING:
+        retries.refused(draft, attempt, event.node_id, "it dropped the attempt before the start", is_nodes=False)
         _stop(draft, attempt, _A.ABORTED, f"node {node_name} dropped the attempt before its start", grace_s=0.0)
     elif attempt.state in (_A.COMMITTED, _A.RUNNING):
         lose_ranks(draft, attempt, event.node_id)
@@ -231,16 +236,16 @@ def settle(draft: Draft, attempt: Attempt) -> None:
     """End a STOPPING attempt, and its job with it, once no node has to be waited for."""
     if attempt.state is not _A.STOPPING:
         return
-    holders = {key[0] for key, fence in draft.reservations.items() if fence == attempt.fence}
-    is_awaited = any(not draft.nodes[node_id].is_gone for node_id in holders)
-    unknown = _may_run_on(draft, attempt, holders)
-    _tell_wait(draft, attempt.job_id, [] if is_awaited else unknown)
-    if is_awaited or unknown:
-        return
     outcome = attempt.outcome
     assert outcome is not None
     if outcome is _A.FAILED:
         attempt = replace(attempt, verdict=root_cause.judge(attempt, draft.nodes))
+    holders = {key[0] for key, fence in draft.reservations.items() if fence == attempt.fence}
+    is_awaited = any(not draft.nodes[node_id].is_gone for node_id in holders)
+    unknown = _may_run_on(draft, attempt, holders) if _starts_anew(draft, attempt) else []
+    _tell_wait(draft, attempt.job_id, [] if is_awaited else unknown)
+    if is_awaited or unknown:
+        return
     attempt = move(attempt, outcome)
     draft.put_attempt(attempt)
     draft.place_queued()
@@ -257,25 +262,35 @@ def settle(draft: Draft, attempt: Attempt) -> None:
         jobs.requeue_preempted(draft, job.job_id, attempt.stop_trigger)
     else:
         assert attempt.verdict is not None
-        jobs.end(draft, job.job_id, JobState.FAILED, attempt.verdict.sentence, attempt.verdict)
+        jobs.end_or_restart(draft, attempt, attempt.verdict)
+
+
+def _starts_anew(draft: Draft, attempt: Attempt) -> bool:
+    """Return whether the job will have another attempt once this one, which is being stopped, has ended."""
+    job = draft.jobs[attempt.job_id]
+    if job.is_terminal or job.state is JobState.CANCELLING:
+        return False
+    if attempt.outcome is not _A.FAILED:
+        return attempt.outcome in (_A.ABORTED, _A.PREEMPTED)
+    assert attempt.verdict is not None
+    return retries.why_final(job, attempt, attempt.verdict, draft.attempts) is None
 
 
 def _may_run_on(draft: Draft, attempt: Attempt, holders: set[str]) -> list[str]:
     """Return the names of the LOST nodes that may still run ranks of an attempt whose job is to start anew."""
-    is_committed = attempt.prepared_nodes.issuperset(attempt.node_ids)
-    if not is_committed or draft.jobs[attempt.job_id].state is not JobState.PREEMPTING:
-        return []
+    if not attempt.prepared_nodes.issuperset(attempt.node_ids):
+        return []  # it was never committed
     left = (each for each in attempt.placement if not attempt.workers[each.rank].has_ended)
     gone = (each for each in left if each.node_id in holders and draft.nodes[each.node_id].is_gone)
     return list(dict.fromkeys(each.node_name for each in gone))
 
 
 def _tell_wait(draft: Draft, job_id: str, names: list[str]) -> None:
-    """Have a job that is being preempted say which LOST nodes keep it from the queue."""
+    """Have a job that is to start anew say which LOST nodes keep it from that."""
     job = draft.jobs[job_id]
     told = f"waits for {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} lost and may still run it: "
     reason = told + "until it reports, or pipectl forget says that it is gone" if names else ""
-    if job.state is JobState.PREEMPTING and job.pending_reason != reason:
+    if not job.is_terminal and job.pending_reason != reason:
         draft.put_job(replace(job, pending_reason=reason))
         if reason:
             draft.record("job_waits", reason, job_id=job_id)

@@ -1,6 +1,6 @@
 """What one node must hold, derived from the state alone: every attempt that has slots reserved there.
 
-Called by `coordinator.sessions` for each push. An attempt leaves a node's desired state when the node has reported it
+Called by `coordinator.pushes` for each push. An attempt leaves a node's desired state when the node has reported it
 empty; until then an ended attempt asks for STOP.
 """
 
@@ -27,11 +27,23 @@ class DesiredAttempt:
     phase: Phase
 
 
+def fences_by_node(state: State) -> dict[str, list[int]]:
+    """Return, ascending, the fences that hold slots of each node; nodes without any are left out."""
+    held: dict[str, set[int]] = {}
+    for (node_id, _slot), fence in state.reservations.items():
+        held.setdefault(node_id, set()).add(fence)
+    return {node_id: sorted(fences) for node_id, fences in held.items()}
+
+
+def of_fence(state: State, fence: int) -> DesiredAttempt:
+    """Return one attempt as its nodes shall have it."""
+    attempt = state.attempts[fence]
+    return DesiredAttempt(attempt, state.jobs[attempt.job_id].spec, phase_of(attempt))
+
+
 def of_node(state: State, node_id: str) -> tuple[DesiredAttempt, ...]:
     """Return the node's complete desired state, by fence."""
-    fences = sorted({fence for (holder, _slot), fence in state.reservations.items() if holder == node_id})
-    attempts = (state.attempts[fence] for fence in fences)
-    return tuple(DesiredAttempt(each, state.jobs[each.job_id].spec, phase_of(each)) for each in attempts)
+    return tuple(of_fence(state, fence) for fence in fences_by_node(state).get(node_id, ()))
 
 
 def phase_of(attempt: Attempt) -> Phase:

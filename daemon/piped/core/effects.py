@@ -53,6 +53,15 @@ class ArmQuarantineEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class ArmBackoffEnd:
+    """Post BackoffEnded for the job's wait of `at_s` after so many seconds; replaces an earlier one of that wait."""
+
+    job_id: str
+    at_s: float
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class NotifyWatchers:
     """Tell those who watch the job that it changed."""
 
@@ -79,6 +88,7 @@ Effect = (
     | ArmStartDeadline
     | ArmDrainDeadline
     | ArmQuarantineEnd
+    | ArmBackoffEnd
     | NotifyWatchers
 )
 
@@ -96,5 +106,10 @@ def pending(state: State, now_s: float) -> tuple[Effect, ...]:
             ArmQuarantineEnd(each.node_id, each.quarantine.at_s, each.quarantine.left_s(now_s))
             for each in nodes
             if each.quarantine
+        ),
+        *(
+            ArmBackoffEnd(each.job_id, each.backoff.at_s, each.backoff.left_s(now_s))
+            for each in (state.jobs[job_id] for job_id in state.live_names.values())
+            if each.backoff
         ),
     )

@@ -94,6 +94,14 @@ class QuarantineEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class BackoffEnded:
+    """The job has waited for its next attempt; the wait began at `at_s`."""
+
+    job_id: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ArtifactStored:
     sha256: str
     size_bytes: int
@@ -167,6 +175,7 @@ class PrepareRefused:
     node_id: str
     fence: int
     message: str
+    is_nodes: bool = False  # the node says that it is to blame, and not the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +270,7 @@ Event = (
     | DrainDeadlinePassed
     | ForgetRequested
     | QuarantineEnded
+    | BackoffEnded
     | ArtifactStored
     | NodeRegistered
     | NodeDisconnected

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from piped.core.model import AttemptState, JobState, NodeState, State
 from piped.errors import InvariantBroken
 
-_WAITING = (JobState.QUEUED, JobState.HELD)
+_WAITING = (JobState.QUEUED, JobState.HELD, JobState.BACKOFF)
 _WITH_ATTEMPT = (JobState.STARTING, JobState.RUNNING, JobState.PREEMPTING, JobState.CANCELLING)
 
 
@@ -34,6 +34,10 @@ def _jobs(state: State) -> Iterator[str]:
             yield f"job {job.job_id} is {job.state.value} without a reason"
         if job.state in _WAITING and has_live:
             yield f"job {job.job_id} is {job.state.value} with a live attempt"
+        if (job.state is JobState.BACKOFF) != (job.backoff is not None):
+            yield f"job {job.job_id} is {job.state.value} and waits {job.backoff}"
+        if job.restarts > job.spec.restarts:
+            yield f"job {job.job_id} was restarted {job.restarts} of {job.spec.restarts} times"
         if job.earmark and job.state is not JobState.QUEUED:
             yield f"job {job.job_id} is {job.state.value} and slots are kept for it"
         if job.state in _WITH_ATTEMPT and not has_live:
@@ -81,3 +85,17 @@ def _slots(state: State) -> Iterator[str]:
                     yield f"fence {attempt.fence} prepares without its slot {each.slot.index} on {each.node_name}"
                 if state.nodes[each.node_id].drain is not None:
                     yield f"fence {attempt.fence} prepares on {each.node_name}, which is being drained"
+    yield from _twice(state)
+
+
+def _twice(state: State) -> Iterator[str]:
+    """A job starts anew only once no node of its earlier attempts can still start or run a rank of them."""
+    for (node_id, _slot), fence in state.reservations.items():
+        attempt = state.attempts.get(fence)
+        job = state.jobs.get(attempt.job_id) if attempt is not None else None
+        if attempt is None or job is None or job.is_terminal or fence == job.fence:
+            continue
+        left = (each for each in attempt.placement if each.node_id == node_id)
+        is_committed = attempt.prepared_nodes.issuperset(attempt.node_ids)
+        if is_committed and not all(attempt.workers[each.rank].has_ended for each in left):
+            yield f"job {job.job_id} has fence {job.fence}, and {node_id} may still run fence {fence}"

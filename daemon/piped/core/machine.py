@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from piped.core import attempts, events, maintenance, nodes, quarantine, queue, requests
+from piped.core import attempts, events, jobs, maintenance, nodes, quarantine, queue, requests
 from piped.core.draft import Draft
 from piped.core.effects import Effect
 from piped.core.model import State
@@ -28,6 +28,7 @@ RULES: dict[type, Rule] = {
     events.DrainDeadlinePassed: maintenance.drain_deadline_passed,
     events.ForgetRequested: maintenance.forget,
     events.QuarantineEnded: quarantine.ended,
+    events.BackoffEnded: jobs.backoff_ended,
     events.ArtifactStored: requests.store_artifact,
     events.NodeRegistered: nodes.register,
     events.NodeDisconnected: nodes.disconnected,

@@ -21,6 +21,7 @@ def _because(why: str) -> str:
 class JobState(StrEnum):
     QUEUED = "queued"  # accepted; `pending_reason` says why it has no attempt
     HELD = "held"  # as QUEUED, but not placed until it is released
+    BACKOFF = "backoff"  # waits a moment before it is queued for its next attempt
     STARTING = "starting"  # an attempt holds its slots; not every rank has joined
     RUNNING = "running"  # every rank joined
     PREEMPTING = "preempting"  # its nodes were told to stop; it goes back to the queue
@@ -133,6 +134,28 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
+class Backoff:
+    """A job's wait of `for_s` before its next attempt."""
+
+    at_s: float
+    for_s: float
+
+    def left_s(self, now_s: float) -> float:
+        """Return the seconds to its end; a clock that was set can't make it longer than `for_s`."""
+        return min(self.for_s, max(0.0, self.at_s + self.for_s - now_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A node could not prepare the job. `is_nodes`: by its own fault; else it may be the job's."""
+
+    node_id: str
+    node_name: str
+    why: str
+    is_nodes: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """A registered machine; `incarnation` counts its registrations after a lost lease."""
 
@@ -194,6 +217,7 @@ class JobSpec:
     priority: int = 0  # higher ones go first, and may take the slots of lower ones
     node_selector: tuple[tuple[str, str], ...] = ()  # labels that its nodes must have
     tenant: str = "default"  # whose quota it counts for
+    restarts: int = 0  # attempts after failures that are the job's own
 
     @property
     def pp_ranks(self) -> int:
@@ -243,6 +267,9 @@ class Job:
     attempt: int = 0
     fence: int = 0
     aborts: int = 0  # attempts that never started since the job last ran
+    refusals: tuple[Refusal, ...] = ()  # of nodes since the job last ran, the newest of each
+    restarts: int = 0  # that were charged to it
+    backoff: Backoff | None = None  # in BACKOFF
     started_s: float | None = None
     finished_s: float | None = None
     failure: Failure | None = None

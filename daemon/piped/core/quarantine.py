@@ -1,8 +1,8 @@
 """Strikes and quarantine: a node that can't prepare attempts gets no more of them for a while.
 
-A refusal or a timeout while preparing is a strike, one per job, so that one bad job can't close a fleet; an attempt that
-was prepared everywhere clears its nodes. After the quarantine one more strike suffices. Called by `attempts` (strikes),
-`machine` (the end).
+A refusal or a timeout while preparing is a strike, one per job, where it is known to be the node's fault and not the job's
+(`retries` finds out); an attempt that was prepared everywhere clears its nodes. After the quarantine one more strike
+suffices. Called by `retries` (strikes), `attempts` (clears them), `machine` (the end).
 """
 
 from __future__ import annotations

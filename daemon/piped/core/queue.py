@@ -12,7 +12,7 @@ from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from piped.core import attempts, earmark, events, jobs, placement
+from piped.core import attempts, earmark, events, jobs, placement, retries
 from piped.core.draft import Draft
 from piped.core.model import Job, JobState, NodeState, SlotKey
 from piped.errors import NotFoundError, WrongStateError
@@ -23,7 +23,7 @@ def hold(draft: Draft, event: events.HoldRequested) -> str:
     job = _job(draft, event.job_id)
     if job.state is JobState.HELD:
         return "it is held already"
-    if job.state is not JobState.QUEUED:
+    if job.state not in (JobState.QUEUED, JobState.BACKOFF):
         raise WrongStateError(
             f"job {job.job_id} is {job.state.value}: only a queued job can be held; pipectl cancel stops one"
         )
@@ -35,12 +35,12 @@ def hold(draft: Draft, event: events.HoldRequested) -> str:
 
 
 def release(draft: Draft, event: events.ReleaseRequested) -> str:
-    """Put a held job back where it was in the queue."""
+    """Put a held job back where it was in the queue; what nodes refused to prepare is forgotten."""
     job = _job(draft, event.job_id)
     if job.state is not JobState.HELD:
         return "it is not held"
     queued = jobs.move(job, JobState.QUEUED, draft.now_s)
-    draft.put_job(replace(queued, pending_reason="waits for the next placement pass"))
+    draft.put_job(replace(queued, pending_reason="waits for the next placement pass", aborts=0, refusals=()))
     draft.record("job_released", f"by {event.who}", job_id=job.job_id)
     draft.place_queued()
     return "released"
@@ -55,9 +55,11 @@ def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
     head: Job | None = None
     quotas = _Quotas(draft)
     for job in queue:
-        shape = placement.shape_of(job.spec)
+        nodes = retries.open_to(job, draft.nodes.values())
+        avoided = frozenset(draft.nodes) - {each.node_id for each in nodes} if job.refusals else frozenset()
+        shape = (*placement.shape_of(job.spec), avoided)
         if shape not in shapes:
-            shapes[shape] = placement.can_ever_fit(job.spec, draft.nodes.values())
+            shapes[shape] = placement.can_ever_fit(job.spec, nodes)
         if shapes[shape] and (over := quotas.refusal(job)):
             _wait(draft, job, over)
             continue
@@ -65,12 +67,12 @@ def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
             taken: Mapping[SlotKey, int] = draft.reservations
             if head is not None:
                 taken = ChainMap(dict.fromkeys(head.earmark, 0), dict(draft.reservations))
-            placed, refusal = placement.place(job.spec, draft.nodes.values(), taken)
+            placed, refusal = placement.place(job.spec, nodes, taken)
             if placed is not None:
                 attempts.reserve(draft, job, placed)
                 quotas.take(job)
                 continue
-            refused[shape] = refusal
+            refused[shape] = refusal + _avoiding(job, avoided)
         if not shapes[shape]:
             _wait(draft, job, refused[shape])
         elif head is None:
@@ -131,7 +133,8 @@ def order(job: Job) -> tuple[int, int]:
 
 def _lead(draft: Draft, job: Job, refusal: str) -> Job:
     """Make `job` the head of the queue: keep slots for it, and have lower priorities make room if that helps."""
-    slots, victims = earmark.choose(job, draft.nodes, draft.reservations, draft.attempts, draft.jobs)
+    nodes = {each.node_id: each for each in retries.open_to(job, draft.nodes.values())}
+    slots, victims = earmark.choose(job, nodes, draft.reservations, draft.attempts, draft.jobs)
     for fence in victims:
         trigger = f"makes room for {job.spec.name} ({job.job_id}), whose priority is higher"
         attempts.preempt(draft, draft.attempts[fence], trigger)
@@ -149,6 +152,12 @@ def _after(draft: Draft, slots: tuple[SlotKey, ...]) -> str:
     nodes = dict.fromkeys(draft.nodes[node_id] for node_id, _slot in slots)
     away = ", ".join(each.node_name for each in nodes if each.state is not NodeState.READY)
     return f"when {away} is connected again"
+
+
+def _avoiding(job: Job, avoided: frozenset[str]) -> str:
+    """Name the nodes that the job keeps away from."""
+    names = [f"{each.node_name} (could not prepare it: {each.why})" for each in job.refusals if each.node_id in avoided]
+    return f"; not on {', '.join(names)}" if names else ""
 
 
 def _wait(draft: Draft, job: Job, reason: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from piped.core import desired, effects, events, machine
 from piped.core.desired import Phase
-from piped.core.liveness import RESTART_GRACE_S, Leases
+from piped.core.liveness import RESTART_GRACE_S, Cadence, Leases
 from piped.core.model import Slot, State
 from piped.errors import NodeError, UserError
 
@@ -207,7 +207,7 @@ class Fleet:
         self.open: dict[str, int] = {}
         self.timers = {}
         grace_s = TTL_S + RESTART_GRACE_S if self.state.nodes else 0.0
-        self.leases = Leases(TTL_S, last_tick_s=self.now_s, not_before_s=self.now_s + grace_s)
+        self.leases = Leases(Cadence(1.0, TTL_S), last_tick_s=self.now_s, not_before_s=self.now_s + grace_s)
         self._act(effects.pending(self.state, self.now_s))
         self.post(events.CoordinatorStarted())
 

@@ -1,0 +1,113 @@
+"""Whether an attempt that ended badly is followed by another, how long that waits, and which nodes it leaves out.
+
+A restart begins at step 0: what an attempt trained is lost with it. Failures that are not the job's (a node or a network was
+lost) are always followed by another attempt; others are charged to the job's `recovery.restarts`. Attempts that could not
+be started are not charged: the job is given up only when no node is left that has not refused it.
+Called by `attempts` and `jobs` (what comes next), `queue` and the job service (nodes left out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from piped.core import placement, quarantine
+from piped.core.draft import Draft
+from piped.core.model import Attempt, AttemptState, Failure, FailureReason, Job, Node, Refusal
+
+FREE = frozenset({FailureReason.NODE_LOST, FailureReason.INFRA})  # charged to nobody
+MIN_ABORTS = 3  # attempts that could not be started before the job is given up
+MAX_REFUSERS = 8  # nodes that refused the job while none could prepare it: more would say the same
+MAX_DELAY_S = 60.0
+
+
+def delay_s(times: int) -> float:
+    """Return how long to wait after so many bad ends in a row: 0, 1, 2, 4, … 60 s."""
+    return 0.0 if times <= 1 else min(MAX_DELAY_S, 2.0 ** (min(times, 99) - 2))
+
+
+def earlier_failures(job: Job, attempt: Attempt, attempts: Mapping[int, Attempt]) -> list[Failure]:
+    """Return the verdicts on the job's failed attempts before `attempt`."""
+    failed = (each for each in attempts.values() if each.job_id == job.job_id and each.state is AttemptState.FAILED)
+    return [each.verdict for each in failed if each.fence < attempt.fence and each.verdict is not None]
+
+
+def why_final(job: Job, attempt: Attempt, verdict: Failure, attempts: Mapping[int, Attempt]) -> str | None:
+    """Return why no attempt follows a failed one, in words that may be empty; None: another one follows."""
+    if verdict.reason is FailureReason.NODE_LOST:
+        return None
+    if any(_is_same(verdict, each) for each in earlier_failures(job, attempt, attempts)):
+        return "an earlier attempt failed in the same way"
+    if verdict.reason in FREE:
+        return None
+    if not job.spec.restarts:
+        return ""
+    if _is_early(attempt, verdict):
+        return "it failed before its first step had ended, which another attempt would do, too"
+    if job.restarts >= job.spec.restarts:
+        return f"{job.restarts} of {job.spec.restarts} restarts are used (recovery.restarts)"
+    return None
+
+
+def refused(draft: Draft, attempt: Attempt, node_id: str, why: str, *, is_nodes: bool) -> None:
+    """Note that the node could not prepare the job: a strike if it says so itself, or others have prepared the attempt.
+
+    Else it may be the job's own fault, which is known once another node has prepared it.
+    """
+    job, node = draft.jobs[attempt.job_id], draft.nodes[node_id]
+    is_nodes = is_nodes or bool(attempt.prepared_nodes - {node_id})
+    others = tuple(each for each in job.refusals if each.node_id != node_id)
+    draft.put_job(replace(job, refusals=(*others, Refusal(node_id, node.node_name, why, is_nodes))))
+    if is_nodes:
+        quarantine.strike(draft, node_id, job.job_id, why)
+
+
+def prepared(draft: Draft, attempt: Attempt, node_id: str) -> None:
+    """A node has prepared the job: the others that could not are to blame themselves."""
+    job = draft.jobs[attempt.job_id]
+    blamed = [each for each in job.refusals if not each.is_nodes and each.node_id != node_id]
+    if not blamed:
+        return
+    refusals = tuple(replace(each, is_nodes=each.is_nodes or each in blamed) for each in job.refusals)
+    draft.put_job(replace(job, refusals=refusals))
+    for each in blamed:
+        quarantine.strike(draft, each.node_id, job.job_id, each.why)
+
+
+def is_given_up(job: Job, nodes: Iterable[Node]) -> bool:
+    """Return whether a job that could not be started `aborts` times is not tried again."""
+    if job.aborts < MIN_ABORTS or not job.refusals:
+        return False
+    if sum(not each.is_nodes for each in job.refusals) >= MAX_REFUSERS:
+        return True
+    return not placement.can_ever_fit(job.spec, _others(job, nodes))
+
+
+def open_to(job: Job, nodes: Iterable[Node]) -> list[Node]:
+    """Return the nodes on which the job may be placed: not those that refused it, while the others could hold it."""
+    known = list(nodes)
+    others = _others(job, known) if job.refusals else known
+    return others if len(others) == len(known) or placement.can_ever_fit(job.spec, others) else known
+
+
+def told(job: Job) -> str:
+    """Return every refusal of the job in words."""
+    return "; ".join(f"node {each.node_name} could not prepare: {each.why}" for each in job.refusals)
+
+
+def _others(job: Job, nodes: Iterable[Node]) -> list[Node]:
+    refusers = {each.node_id for each in job.refusals}
+    return [each for each in nodes if each.node_id not in refusers]
+
+
+def _is_same(one: Failure, other: Failure) -> bool:
+    """Return whether the same rank failed in the same way in the same step; one that told no step may have been in any."""
+    return one.step >= 0 and (one.reason, one.rank, one.step) == (other.reason, other.rank, other.step)
+
+
+def _is_early(attempt: Attempt, verdict: Failure) -> bool:
+    """Return whether the user's code failed before it had finished a step."""
+    if verdict.reason is not FailureReason.USER_ERROR or verdict.rank < 0:
+        return False
+    worker = attempt.workers[verdict.rank]
+    return not worker.has_joined or (worker.report is not None and verdict.step <= 0)
