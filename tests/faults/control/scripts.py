@@ -5,7 +5,7 @@ import sqlite3
 import sys
 from pathlib import Path
 
-from tests.support.cluster import wait_until
+from tests.support.cluster import TERMINAL, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "integration" / "node" / "workers" / "scripted.py"
 ENDED = "('succeeded', 'failed', 'cancelled', 'aborted', 'preempted')"
@@ -82,6 +82,16 @@ def node_named(cluster, name):
 def event(cluster, job_id, name):
     """Wait for an event of the job; return its reason."""
     return wait_until(lambda: cluster.events(job_id, name), 20, f"{name} of {job_id}")[-1].reason
+
+
+def first_failure(cluster, job_id):
+    """Wait for the end of the job's first attempt, end what follows; return (reason, node, message) of the verdict."""
+    query = f"SELECT verdict FROM attempts WHERE job_id = ? AND state IN {ENDED} ORDER BY attempt"
+    ((text,), *_) = wait_until(lambda: rows(cluster, query, job_id), 20, "the end of the first attempt")
+    cluster.pipectl("cancel", job_id)
+    wait_until(lambda: cluster.state(job_id) in TERMINAL, 20, "the end of the job")
+    verdict = json.loads(text)
+    return verdict["reason"], verdict["node_name"], verdict["message"]
 
 
 def attempt_dir(cluster, job_id, node="node*"):
