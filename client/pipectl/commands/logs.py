@@ -12,6 +12,8 @@ from pipectl.api import Coordinator
 from pipectl.context import coordinator_address
 from pipectl.errors import CommandError, Exit
 
+_LINE_BYTES = 1 << 20  # longer lines are broken: a worker need not write any newline
+
 
 @click.command()
 @click.argument("job")
@@ -40,6 +42,9 @@ def logs(coordinator: str | None, job: str, ranks: tuple[int, ...], stage: int |
             *lines, last = data.split(b"\n")
             for line in lines:
                 _print(part.rank, line, prefix=len(wanted) > 1)
+            while len(last) > _LINE_BYTES:
+                _print(part.rank, last[:_LINE_BYTES], prefix=len(wanted) > 1)
+                last = last[_LINE_BYTES:]
             if last:
                 rest[part.rank] = last
     except KeyboardInterrupt:
