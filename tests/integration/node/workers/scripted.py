@@ -95,6 +95,35 @@ def flood(channel, assign):
         os.write(1, block)
 
 
+def flood_of_one_line(channel, assign):
+    """200 MB without a newline, then wait for the file `go`."""
+    block = b"x" * 1_000_000
+    for _ in range(200):
+        sys.stdout.buffer.write(block)
+    sys.stdout.buffer.write(b"the last word\n")
+    sys.stdout.flush()
+    Path("written").touch()
+    until_file(channel, assign)
+
+
+def last_words(channel, assign):
+    channel.say(type="done", step=1)
+    os.write(2, b"\xff\xfe\x00 raw\n")
+    os.write(1, b"y" * 60_000 + b" the end")
+    os._exit(0)
+
+
+def count_until_file(channel, assign):
+    """A numbered line every 20 ms until the file `go` appears."""
+    number = 0
+    while not (Path(assign["attempt_dir"]) / "go").exists():
+        number += 1
+        print(f"line {number}", flush=True)
+        time.sleep(0.02)
+    print("the last word", flush=True)
+    channel.say(type="done", step=number)
+
+
 def babble(channel, assign):
     channel.socket.sendall(b"this is no message\n")
     time.sleep(600)
@@ -116,7 +145,9 @@ def until_file(channel, assign):
     sys.exit(code)
 
 
-ACTS = {f.__name__: f for f in (done, fail, fail_at_sigterm, wait, ignore, polite, litter, flood, babble, until_file)}
+PROCESS_ENDS = (done, fail, fail_at_sigterm, wait, ignore, polite, litter, until_file)
+OUTPUTS = (flood, flood_of_one_line, last_words, count_until_file, babble)
+ACTS = {function.__name__: function for function in (*PROCESS_ENDS, *OUTPUTS)}
 
 if __name__ == "__main__":
     main()
