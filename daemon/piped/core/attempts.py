@@ -8,6 +8,7 @@ waits for LOST nodes whose ranks may still run: until they report, or are forgot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from piped.core import events, jobs, quarantine, retries, root_cause
@@ -162,7 +163,7 @@ def plan_reported(draft: Draft, event: events.PlanReported) -> str:
 
 def worker_fact(draft: Draft, event: events.WorkerFact) -> str:
     """Take one fact about one rank into account."""
-    attempt = _of_node(draft, event.node_id, event.fence)
+    attempt = draft.attempts.get(event.fence)
     if attempt is None or not _is_of_node(attempt, event.rank, event.node_id) or attempt.is_terminal:
         return IGNORED
     before = attempt.workers[event.rank]
@@ -178,7 +179,7 @@ def worker_fact(draft: Draft, event: events.WorkerFact) -> str:
         retries.refused(draft, attempt, event.node_id, "its shim was lost before the start", is_nodes=False)
         _stop(draft, attempt, _A.ABORTED, f"node {node_name} lost the attempt's shim before its start", grace_s=0.0)
     else:
-        _judge(draft, attempt)
+        _judge(draft, attempt, (worker,))
     return reason
 
 
@@ -218,7 +219,7 @@ def lose_ranks(draft: Draft, attempt: Attempt, node_id: str) -> None:
         draft.put_attempt(attempt)
         reason = f"ranks {', '.join(map(str, lost))} have neither a shim nor an exit record"
         draft.record("workers_lost", reason, job_id=attempt.job_id, node_name=draft.nodes[node_id].node_name)
-        _judge(draft, attempt)
+        _judge(draft, attempt, tuple(attempt.workers[rank] for rank in lost))
 
 
 def node_lost(draft: Draft, node_id: str) -> None:
@@ -306,23 +307,23 @@ def _stop(draft: Draft, attempt: Attempt, outcome: AttemptState, trigger: str, *
     settle(draft, attempt)
 
 
-def _judge(draft: Draft, attempt: Attempt) -> None:
-    """Decide what the workers' states mean for the attempt."""
+def _judge(draft: Draft, attempt: Attempt, changed: Sequence[Worker]) -> None:
+    """Decide what the workers' states mean for the attempt, of which `changed` are new."""
     if attempt.state is _A.STOPPING and attempt.outcome is _A.FAILED:
         draft.put_attempt(replace(attempt, verdict=root_cause.judge(attempt, draft.nodes)))
         return
     if attempt.state not in (_A.COMMITTED, _A.RUNNING):
         return
-    failed = next((each for each in attempt.workers if each.has_failed), None)
+    failed = next((each for each in changed if each.has_failed), None)
     if failed is not None:
         _stop(draft, attempt, _A.FAILED, f"rank {failed.rank} failed", grace_s=0.0)
         return
-    if attempt.state is _A.COMMITTED and all(each.has_joined for each in attempt.workers):
+    if attempt.state is _A.COMMITTED and all(each.has_joined for each in (*changed, *attempt.workers)):
         attempt = move(attempt, _A.RUNNING)
         draft.put_attempt(attempt)
         draft.put_job(jobs.move(draft.jobs[attempt.job_id], JobState.RUNNING, draft.now_s))
         draft.record("job_running", f"all {len(attempt.workers)} ranks joined", job_id=attempt.job_id)
-    if all(each.has_succeeded for each in attempt.workers):
+    if all(each.has_succeeded for each in (*changed, *attempt.workers)):
         jobs.end(draft, attempt.job_id, JobState.SUCCEEDED, "every rank said done and exited 0")
         _stop(draft, attempt, _A.SUCCEEDED, "every rank succeeded", grace_s=0.0)
 
@@ -330,7 +331,7 @@ def _judge(draft: Draft, attempt: Attempt) -> None:
 def _of_node(draft: Draft, node_id: str, fence: int) -> Attempt | None:
     """Return the attempt of `fence` if a part of it was placed on the node."""
     attempt = draft.attempts.get(fence)
-    return attempt if attempt is not None and node_id in attempt.node_ids else None
+    return attempt if attempt is not None and any(each.node_id == node_id for each in attempt.placement) else None
 
 
 def _is_of_node(attempt: Attempt, rank: int, node_id: str) -> bool:
