@@ -29,6 +29,7 @@ from piped.core.model import Node
 from piped.errors import BugError, LeaseLost, PipedError, RegistrationRefused, UnavailableError
 
 HELLO_DEADLINE_S = 10.0
+MAX_REPORTS = 16  # of one node that wait to be decided, before nothing more is read from it
 log = structlog.get_logger("coordinator")
 Stream = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,6 +46,7 @@ class OpenSession:
     node_id: str
     number: int
     outbox: deque[nodes_pb2.SessionResponse] = field(default_factory=deque)
+    reports: asyncio.Queue[nodes_pb2.FactReport] = field(default_factory=lambda: asyncio.Queue(MAX_REPORTS))
     is_desired_due: bool = False
     ending: PipedError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -114,7 +116,9 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
         """Serve one node until its stream ends, its lease is lost or a newer session replaces it."""
         session = await self._register(context)
         try:
-            await first_of(self._receive(session, context), self._send(session, context))
+            await first_of(
+                self._receive(session, context), self._decide(session), self._send(session, context)
+            )
         finally:
             if self._open.get(session.node_id) is session:
                 del self._open[session.node_id]
@@ -169,9 +173,15 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
                 case "beat":
                     self._take_beat(session, message.beat)
                 case "facts":
-                    await self._take_facts(session, message.facts)
+                    self._leases.hear(session.node_id, boottime_s())
+                    await session.reports.put(message.facts)
                 case "hello":
                     raise RegistrationRefused("a second Hello on one session; open a new stream to register again")
+
+    async def _decide(self, session: OpenSession) -> None:
+        """Take reports of facts one after the other; the beats behind them are heard meanwhile."""
+        while True:
+            await self._take_facts(session, await session.reports.get())
 
     def _take_beat(self, session: OpenSession, beat: nodes_pb2.Beat) -> None:
         ack = nodes_pb2.BeatAck(beat_seq=beat.beat_seq)
@@ -180,7 +190,7 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
         session.send(nodes_pb2.SessionResponse(beat_ack=ack))
         for each in beat.progress:
             attempt = self._engine.state.attempts.get(each.fence)
-            if attempt is None or session.node_id not in attempt.node_ids:
+            if attempt is None or not attempt.is_on(each.rank, session.node_id):
                 continue
             if self._board.update(each.fence, each.rank, wire.progress_from_proto(each.progress)):
                 self._engine.notify(attempt.job_id)

@@ -164,7 +164,7 @@ def plan_reported(draft: Draft, event: events.PlanReported) -> str:
 def worker_fact(draft: Draft, event: events.WorkerFact) -> str:
     """Take one fact about one rank into account."""
     attempt = draft.attempts.get(event.fence)
-    if attempt is None or not _is_of_node(attempt, event.rank, event.node_id) or attempt.is_terminal:
+    if attempt is None or not attempt.is_on(event.rank, event.node_id) or attempt.is_terminal:
         return IGNORED
     before = attempt.workers[event.rank]
     worker = _advance(before, event)
@@ -332,10 +332,6 @@ def _of_node(draft: Draft, node_id: str, fence: int) -> Attempt | None:
     """Return the attempt of `fence` if a part of it was placed on the node."""
     attempt = draft.attempts.get(fence)
     return attempt if attempt is not None and any(each.node_id == node_id for each in attempt.placement) else None
-
-
-def _is_of_node(attempt: Attempt, rank: int, node_id: str) -> bool:
-    return 0 <= rank < len(attempt.placement) and attempt.placement[rank].node_id == node_id
 
 
 def _with_worker(attempt: Attempt, worker: Worker) -> Attempt:

@@ -47,6 +47,10 @@ class Leases:
         self.told[node_id] = cadence
         return None if known == cadence else cadence
 
+    def hear(self, node_id: str, now_s: float) -> None:
+        """Note another message of the node, which it is alive to send."""
+        self.received_s[node_id] = now_s
+
     def expires_s(self, node_id: str) -> float:
         """Return when the node's lease ends if no further beat comes."""
         granted_s = self.granted_s.get(node_id, self.cadence.ttl_s)

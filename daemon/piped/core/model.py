@@ -368,6 +368,10 @@ class Attempt:
         """Return its nodes in the order of their first rank."""
         return tuple(dict.fromkeys(each.node_id for each in self.placement))
 
+    def is_on(self, rank: int, node_id: str) -> bool:
+        """Return whether there is such a rank, on that node."""
+        return 0 <= rank < len(self.placement) and self.placement[rank].node_id == node_id
+
 
 @dataclass(frozen=True, slots=True)
 class Submission:
