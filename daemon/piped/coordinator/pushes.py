@@ -13,6 +13,9 @@ from piped import wire
 from piped.core import desired
 from piped.core.model import Attempt, SlotKey, State
 
+# The twins of messages that hold serialized ones: the same bytes, and nothing is copied field by field for each node.
+Response, Desired = nodes_pb2.SerializedSessionResponse, nodes_pb2.SerializedDesiredState
+
 
 class Pushes:
     """Remembers what the newest state came to."""
@@ -20,21 +23,21 @@ class Pushes:
     def __init__(self) -> None:
         self._reservations: Mapping[SlotKey, int] | None = None
         self._fences: dict[str, list[int]] = {}
-        self._written: dict[int, tuple[Attempt, nodes_pb2.DesiredAttempt]] = {}
+        self._written: dict[int, tuple[Attempt, bytes]] = {}
 
-    def message_for(self, state: State, node_id: str) -> nodes_pb2.SessionResponse:
-        """Return the node's complete desired state."""
+    def message_for(self, state: State, node_id: str) -> nodes_pb2.SerializedSessionResponse:
+        """Return the node's complete desired state, as a SessionResponse on the wire."""
         if self._reservations is not state.reservations:
             self._reservations, self._fences = state.reservations, desired.fences_by_node(state)
             held = set(state.reservations.values())
             self._written = {fence: kept for fence, kept in self._written.items() if fence in held}
         attempts = [self._written_out(state, fence) for fence in self._fences.get(node_id, ())]
-        message = nodes_pb2.DesiredState(desired_rev=state.event_seq, attempts=attempts)
-        return nodes_pb2.SessionResponse(desired=message)
+        return Response(desired=Desired(desired_rev=state.event_seq, attempts=attempts).SerializeToString())
 
-    def _written_out(self, state: State, fence: int) -> nodes_pb2.DesiredAttempt:
+    def _written_out(self, state: State, fence: int) -> bytes:
         kept = self._written.get(fence)
         if kept is None or kept[0] is not state.attempts[fence]:
-            kept = state.attempts[fence], wire.desired_to_proto(desired.of_fence(state, fence))
+            written = wire.desired_to_proto(desired.of_fence(state, fence)).SerializeToString()
+            kept = state.attempts[fence], written
             self._written[fence] = kept
         return kept[1]

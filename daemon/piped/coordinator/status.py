@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import grpc
 import structlog
+from google.protobuf.message import Message
 
 from pipeapi import status
 from piped import errors
@@ -84,7 +85,9 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic
             return grpc.stream_unary_rpc_method_handler(self._unary(method, found.stream_unary), *codecs)
         if not found.request_streaming:
             return grpc.unary_stream_rpc_method_handler(_stream(found.unary_stream), *codecs)
-        return grpc.stream_stream_rpc_method_handler(_session(found.stream_stream), *codecs)
+        return grpc.stream_stream_rpc_method_handler(
+            _session(found.stream_stream), found.request_deserializer, _serialized
+        )
 
     def _unary(self, method: str, call: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         async def answer(request: Any, context: Any) -> Any:
@@ -101,6 +104,11 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic
                 self._observe(method, code.name, time.monotonic() - began_s)
 
         return answer
+
+
+def _serialized(message: Message) -> bytes:
+    """Serialize whatever message it is: some have a twin (SerializedSessionResponse)."""
+    return message.SerializeToString()
 
 
 def _limited(method: str, call: Call, limit_s: float) -> Call:

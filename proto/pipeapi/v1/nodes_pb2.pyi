@@ -214,6 +214,20 @@ class FactReport(_message.Message):
     facts: _containers.RepeatedCompositeFieldContainer[Fact]
     def __init__(self, facts: _Optional[_Iterable[_Union[Fact, _Mapping]]] = ...) -> None: ...
 
+class SerializedSessionResponse(_message.Message):
+    __slots__ = ("desired",)
+    DESIRED_FIELD_NUMBER: _ClassVar[int]
+    desired: bytes
+    def __init__(self, desired: _Optional[bytes] = ...) -> None: ...
+
+class SerializedDesiredState(_message.Message):
+    __slots__ = ("desired_rev", "attempts")
+    DESIRED_REV_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    desired_rev: int
+    attempts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, desired_rev: _Optional[int] = ..., attempts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class Fact(_message.Message):
     __slots__ = ("fence", "rank", "boottime_ns", "prepared", "prepare_failed", "spawned", "store_listening", "joined", "planned", "worker_failed", "worker_done", "exited", "attempt_empty", "rank_lost")
     FENCE_FIELD_NUMBER: _ClassVar[int]
