@@ -77,6 +77,8 @@ def spec_from_proto(message: spec_pb2.JobSpec) -> JobSpec:
         node_selector=tuple(sorted(message.resources.node_selector.items())),
         tenant=message.tenant or "default",
     )
+        restarts=message.restarts,
+        hang_timeout_s=message.hang_timeout_s,
 
 
 def spec_to_proto(spec: JobSpec, *, redact: bool) -> spec_pb2.JobSpec:
@@ -120,7 +122,8 @@ def fact_from_proto(node_id: str, fact: nodes_pb2.Fact) -> events.Fact | None:
         case "prepared":
             return events.AttemptPrepared(node_id, fence)
         case "prepare_failed":
-            return events.PrepareRefused(node_id, fence, fact.prepare_failed.message)
+            refused = fact.prepare_failed
+            return events.PrepareRefused(node_id, fence, refused.message, refused.node_fault)
         case "spawned":
             return events.WorkerSpawned(node_id, fence, rank, fact.spawned.pid, fact.spawned.starttime)
         case "store_listening":
@@ -213,7 +216,10 @@ def job_to_proto(job: Job, attempt: Attempt | None, progress: Mapping[int, Progr
         event_seq=job.event_seq,
     )
     if job.started_s is not None:
+        restarts_used=job.restarts,
         message.started_at.CopyFrom(timestamp(job.started_s))
+    if job.backoff is not None:
+        message.retry_at.CopyFrom(timestamp(job.backoff.at_s + job.backoff.for_s))
     if job.finished_s is not None:
         message.finished_at.CopyFrom(timestamp(job.finished_s))
     failure = job.failure

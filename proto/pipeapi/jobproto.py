@@ -73,6 +73,7 @@ def to_proto(
         weights=job.weights or "",
         priority=job.priority,
         tenant=job.tenant,
+        restarts=job.recovery.restarts,
     )
     if (size := json_bytes(message)) > MAX_SPEC_BYTES:
         hint = "put large values into a file in `source`, or on a path that every node sees"
@@ -165,6 +166,7 @@ def to_dict(spec: spec_pb2.JobSpec) -> dict[str, Any]:
         "recovery": {
             "grace": spec.grace_s,
             "start_timeout": spec.start_timeout_s,
+            "restarts": spec.restarts,
             "hang_timeout": spec.hang_timeout_s or None,
         },
         "observe": {"trace_steps": list(spec.observe.trace_steps)},

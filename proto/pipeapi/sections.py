@@ -65,6 +65,12 @@ class Recovery(Strict):
     grace: Seconds = Field(
         30, description="between SIGTERM and SIGKILL when the job is cancelled, preempted or drained from a node"
     )
+    restarts: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="attempts after failures that are the job's own, each from step 0; lost nodes and networks count for nothing",
+    )
     start_timeout: Timeout = Field(
         600, description="for the nodes to prepare, and again for every rank to import, cut, compile and join"
     )

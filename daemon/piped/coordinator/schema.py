@@ -14,6 +14,7 @@ from typing import Any
 from piped.core.model import (
     Attempt,
     AttemptState,
+    Backoff,
     Cordon,
     Drain,
     Failure,
@@ -25,13 +26,14 @@ from piped.core.model import (
     NodeState,
     Quarantine,
     RankPlacement,
+    Refusal,
     Slot,
     Worker,
     WorkerReport,
     WorkerState,
 )
 
-VERSION = 5
+VERSION = 6
 
 # Of version 1; a new store is brought up by MIGRATIONS like an old one.
 TABLES = """
@@ -89,6 +91,11 @@ CREATE UNIQUE INDEX one_live_attempt_per_job ON attempts (job_id)
 ALTER TABLE nodes ADD COLUMN strikes TEXT NOT NULL DEFAULT '[]';
 ALTER TABLE nodes ADD COLUMN quarantine TEXT
 """,
+    6: """
+ALTER TABLE jobs ADD COLUMN refusals TEXT NOT NULL DEFAULT '[]';
+ALTER TABLE jobs ADD COLUMN restarts INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE jobs ADD COLUMN backoff TEXT
+""",
 }
 
 Row = dict[str, Any]
@@ -117,7 +124,8 @@ def job_row(job: Job) -> Row:
     spec = asdict(job.spec)
     payload = spec.pop("payload")
     scalars = ("job_id", "submit_seq", "submitted_s", "pending_reason", "attempt", "fence", "aborts", "event_seq")
-    row = {name: getattr(job, name) for name in (*scalars, "started_s", "finished_s")}
+    row = {name: getattr(job, name) for name in (*scalars, "restarts", "started_s", "finished_s")}
+    row |= {"refusals": json.dumps([asdict(each) for each in job.refusals]), "backoff": _json(job.backoff)}
     row |= {"name": job.spec.name, "state": job.state.value, "spec": json.dumps(spec), "payload": payload}
     return row | {"failure": _json(job.failure), "earmark": json.dumps(job.earmark)}
 
@@ -130,6 +138,8 @@ def job_from(row: Row) -> Job:
     spec["node_selector"] = tuple((name, value) for name, value in spec.get("node_selector", ()))
     spec["stages_of_ranks"] = tuple(spec.get("stages_of_ranks", ()))  # absent in a job stored before there were any
     row["spec"] = JobSpec(**spec, payload=row.pop("payload"))
+    row["refusals"] = tuple(Refusal(**each) for each in json.loads(row["refusals"]))
+    row["backoff"] = Backoff(**json.loads(row["backoff"])) if row["backoff"] else None
     row["earmark"] = tuple((node_id, index) for node_id, index in json.loads(row["earmark"]))
     return Job(**{**row, "state": JobState(row["state"]), "failure": _failure_from(row["failure"])})
 
@@ -197,7 +207,7 @@ def worker_from(row: Row) -> Worker:
     )
 
 
-def _json(value: Cordon | Drain | Quarantine | Failure | None) -> str | None:
+def _json(value: Backoff | Cordon | Drain | Quarantine | Failure | None) -> str | None:
     return json.dumps(asdict(value)) if value else None
 
 

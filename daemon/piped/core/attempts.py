@@ -239,8 +239,9 @@ def settle(draft: Draft, attempt: Attempt) -> None:
         return
     outcome = attempt.outcome
     assert outcome is not None
-    if outcome is _A.FAILED:
-        attempt = replace(attempt, verdict=root_cause.judge(attempt, draft.nodes))
+    if outcome is _A.FAILED and (verdict := root_cause.judge(attempt, draft.nodes)) != attempt.verdict:
+        attempt = replace(attempt, verdict=verdict)
+        draft.put_attempt(attempt)
     holders = {key[0] for key, fence in draft.reservations.items() if fence == attempt.fence}
     is_awaited = any(not draft.nodes[node_id].is_gone for node_id in holders)
     unknown = _may_run_on(draft, attempt, holders) if _starts_anew(draft, attempt) else []

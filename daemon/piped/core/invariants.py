@@ -85,17 +85,3 @@ def _slots(state: State) -> Iterator[str]:
                     yield f"fence {attempt.fence} prepares without its slot {each.slot.index} on {each.node_name}"
                 if state.nodes[each.node_id].drain is not None:
                     yield f"fence {attempt.fence} prepares on {each.node_name}, which is being drained"
-    yield from _twice(state)
-
-
-def _twice(state: State) -> Iterator[str]:
-    """A job starts anew only once no node of its earlier attempts can still start or run a rank of them."""
-    for (node_id, _slot), fence in state.reservations.items():
-        attempt = state.attempts.get(fence)
-        job = state.jobs.get(attempt.job_id) if attempt is not None else None
-        if attempt is None or job is None or job.is_terminal or fence == job.fence:
-            continue
-        left = (each for each in attempt.placement if each.node_id == node_id)
-        is_committed = attempt.prepared_nodes.issuperset(attempt.node_ids)
-        if is_committed and not all(attempt.workers[each.rank].has_ended for each in left):
-            yield f"job {job.job_id} has fence {job.fence}, and {node_id} may still run fence {fence}"

@@ -66,6 +66,8 @@ class FailureReason(StrEnum):
     NODE_LOST = "node_lost"
     START_TIMEOUT = "start_timeout"
     NUMERIC = "numeric"
+    HANG = "hang"
+    OOM_KILLED = "oom_killed"
     INFRA = "infra"
 
 
@@ -218,6 +220,7 @@ class JobSpec:
     node_selector: tuple[tuple[str, str], ...] = ()  # labels that its nodes must have
     tenant: str = "default"  # whose quota it counts for
     restarts: int = 0  # attempts after failures that are the job's own
+    hang_timeout_s: int = 0  # without progress of a rank; 0: as its steps are measured
 
     @property
     def pp_ranks(self) -> int:

@@ -52,7 +52,7 @@ def cancel(draft: Draft, event: events.CancelRequested) -> str:
         raise NotFoundError(f"no job has the id {event.job_id!r}; see pipectl get jobs")
     if job.is_terminal or job.state is JobState.CANCELLING:
         return f"the job is {job.state.value} already"
-    if job.state in (JobState.QUEUED, JobState.HELD):
+    if job.state in (JobState.QUEUED, JobState.HELD, JobState.BACKOFF):
         draft.put_job(jobs.move(job, JobState.CANCELLED, draft.now_s))
         draft.record("job_cancelled", f"cancelled while {job.state.value}", job_id=job.job_id)
         draft.place_queued()

@@ -18,6 +18,7 @@ DEVICES = ("auto", "cpu", "cuda")
 PLACEMENTS = ("spread", "pack")
 MAX_RANKS = 4096
 MAX_PRIORITY = 1000
+MAX_RESTARTS = 1000
 MAX_SECONDS = 86_400
 MAX_SPEC_BYTES = 256 << 10  # nodes tell it to workers in lines of 1 MiB, the environment twice
 MAX_ENV_BYTES = 131_068  # of NAME=VALUE and its NUL; execve refuses a longer string (E2BIG)
@@ -62,6 +63,10 @@ def _violations(spec: JobSpec) -> Iterator[tuple[str, str]]:
         )
     if not 1 <= spec.start_timeout_s <= MAX_SECONDS:
         yield "recovery.start_timeout", f"is {spec.start_timeout_s} s; it must be 1 to {MAX_SECONDS}"
+    if spec.hang_timeout_s > MAX_SECONDS:
+        yield "recovery.hang_timeout", f"is {spec.hang_timeout_s} s; it must be 1 to {MAX_SECONDS}"
+    if spec.restarts > MAX_RESTARTS:
+        yield "recovery.restarts", f"is {spec.restarts}; it must be 0 to {MAX_RESTARTS}"
     if abs(spec.priority) > MAX_PRIORITY:
         yield "priority", f"is {spec.priority}; it must be {-MAX_PRIORITY} to {MAX_PRIORITY}"
     if spec.device not in DEVICES:

@@ -22,6 +22,7 @@ class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOB_STATE_FAILED: _ClassVar[JobState]
     JOB_STATE_CANCELLED: _ClassVar[JobState]
     JOB_STATE_HELD: _ClassVar[JobState]
+    JOB_STATE_BACKOFF: _ClassVar[JobState]
     JOB_STATE_PREEMPTING: _ClassVar[JobState]
 
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -72,6 +73,7 @@ JOB_STATE_SUCCEEDED: JobState
 JOB_STATE_FAILED: JobState
 JOB_STATE_CANCELLED: JobState
 JOB_STATE_HELD: JobState
+JOB_STATE_BACKOFF: JobState
 JOB_STATE_PREEMPTING: JobState
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_PLANNED: WorkerState
@@ -103,7 +105,7 @@ RECORD_KIND_STEPS: RecordKind
 RECORD_KIND_PLAN: RecordKind
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "name", "state", "pending_reason", "spec", "attempt", "fence", "submitted_at", "started_at", "finished_at", "workers", "plan", "progress", "failure", "event_seq")
+    __slots__ = ("job_id", "name", "state", "pending_reason", "spec", "attempt", "fence", "submitted_at", "started_at", "finished_at", "workers", "plan", "progress", "failure", "event_seq", "restarts_used", "retry_at")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +121,8 @@ class Job(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     EVENT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_USED_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AT_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     name: str
     state: JobState
@@ -134,7 +138,9 @@ class Job(_message.Message):
     progress: Progress
     failure: Failure
     event_seq: int
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., pending_reason: _Optional[str] = ..., spec: _Optional[_Union[_spec_pb2.JobSpec, _Mapping]] = ..., attempt: _Optional[int] = ..., fence: _Optional[int] = ..., submitted_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., started_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finished_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., plan: _Optional[_Union[PlanSummary, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., event_seq: _Optional[int] = ...) -> None: ...
+    restarts_used: int
+    retry_at: _timestamp_pb2.Timestamp
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., pending_reason: _Optional[str] = ..., spec: _Optional[_Union[_spec_pb2.JobSpec, _Mapping]] = ..., attempt: _Optional[int] = ..., fence: _Optional[int] = ..., submitted_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., started_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finished_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., plan: _Optional[_Union[PlanSummary, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., event_seq: _Optional[int] = ..., restarts_used: _Optional[int] = ..., retry_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("rank", "replica", "stages", "node_id", "node_name", "device", "slot", "state", "pid", "exit_code", "exit_signal", "step")

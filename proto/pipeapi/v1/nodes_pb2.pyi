@@ -265,10 +265,12 @@ class Prepared(_message.Message):
     def __init__(self) -> None: ...
 
 class PrepareFailed(_message.Message):
-    __slots__ = ("message",)
+    __slots__ = ("message", "node_fault")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FAULT_FIELD_NUMBER: _ClassVar[int]
     message: str
-    def __init__(self, message: _Optional[str] = ...) -> None: ...
+    node_fault: bool
+    def __init__(self, message: _Optional[str] = ..., node_fault: _Optional[bool] = ...) -> None: ...
 
 class Spawned(_message.Message):
     __slots__ = ("pid", "starttime")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pipeapi/v1/spec.proto\x12\npipeapi.v1\"\xb7\x05\n\x07JobSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07program\x18\x02 \x01(\t\x12/\n\x06params\x18\x03 \x03(\x0b\x32\x1f.pipeapi.v1.JobSpec.ParamsEntry\x12*\n\x08pipeline\x18\x04 \x01(\x0b\x32\x18.pipeapi.v1.PipelineSpec\x12$\n\x05train\x18\x05 \x01(\x0b\x32\x15.pipeapi.v1.TrainSpec\x12$\n\x07\x62\x61\x63kend\x18\x06 \x01(\x0e\x32\x13.pipeapi.v1.Backend\x12,\n\tresources\x18\x07 \x01(\x0b\x32\x19.pipeapi.v1.ResourcesSpec\x12.\n\ncheckpoint\x18\x08 \x01(\x0b\x32\x1a.pipeapi.v1.CheckpointSpec\x12(\n\x07observe\x18\t \x01(\x0b\x32\x17.pipeapi.v1.ObserveSpec\x12)\n\x03\x65nv\x18\n \x03(\x0b\x32\x1c.pipeapi.v1.JobSpec.EnvEntry\x12\x14\n\x0credacted_env\x18\x0b \x03(\t\x12\x0e\n\x06python\x18\x0c \x01(\t\x12\x15\n\rsource_sha256\x18\r \x01(\t\x12\x0f\n\x07grace_s\x18\x0e \x01(\r\x12\x17\n\x0fstart_timeout_s\x18\x0f \x01(\r\x12\x0c\n\x04init\x18\x10 \x01(\t\x12\x0f\n\x07weights\x18\x11 \x01(\t\x12\x10\n\x08priority\x18\x12 \x01(\x11\x12\x0e\n\x06tenant\x18\x13 \x01(\t\x12\x16\n\x0ehang_timeout_s\x18\x16 \x01(\r\x1a\x45\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.pipeapi.v1.ParamValue:\x02\x38\x01\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xdd\x01\n\nParamValue\x12\x14\n\nnull_value\x18\x01 \x01(\x08H\x00\x12\x14\n\nbool_value\x18\x02 \x01(\x08H\x00\x12\x13\n\tint_value\x18\x03 \x01(\x03H\x00\x12\x16\n\x0c\x64ouble_value\x18\x04 \x01(\x01H\x00\x12\x16\n\x0cstring_value\x18\x05 \x01(\tH\x00\x12+\n\nlist_value\x18\x06 \x01(\x0b\x32\x15.pipeapi.v1.ParamListH\x00\x12)\n\tmap_value\x18\x07 \x01(\x0b\x32\x14.pipeapi.v1.ParamMapH\x00\x42\x06\n\x04kind\"3\n\tParamList\x12&\n\x06values\x18\x01 \x03(\x0b\x32\x16.pipeapi.v1.ParamValue\"\x83\x01\n\x08ParamMap\x12\x30\n\x06values\x18\x01 \x03(\x0b\x32 .pipeapi.v1.ParamMap.ValuesEntry\x1a\x45\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.pipeapi.v1.ParamValue:\x02\x38\x01\"\xdc\x02\n\x0cPipelineSpec\x12\x0e\n\x06stages\x18\x01 \x01(\r\x12\x17\n\x0fstages_per_rank\x18\x02 \x01(\r\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x10\n\x08schedule\x18\x04 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r\x12\r\n\x05split\x18\x06 \x01(\t\x12\x10\n\x08split_at\x18\x07 \x03(\t\x12\x18\n\x10\x62ucket_cap_bytes\x18\x08 \x01(\x04\x12\x1e\n\x16\x62ucket_first_cap_bytes\x18\t \x01(\x04\x12\x0f\n\x07\x63ompile\x18\n \x01(\t\x12\x11\n\trecompute\x18\x0b \x01(\x08\x12(\n\x07\x62\x61lance\x18\x0c \x01(\x0b\x32\x17.pipeapi.v1.BalanceSpec\x12\x17\n\x0fstages_of_ranks\x18\r \x03(\r\x12\x14\n\x0cschedule_csv\x18\x0e \x01(\t\x12\x17\n\x0f\x62ucket_compress\x18\x0f \x01(\t\"f\n\x0b\x42\x61lanceSpec\x12\x14\n\x0cmemory_bytes\x18\x01 \x01(\x04\x12\x17\n\x0foptimizer_state\x18\x02 \x01(\x01\x12\x0e\n\x06speeds\x18\x03 \x03(\x01\x12\x18\n\x10\x62lock_boundaries\x18\x04 \x01(\x08\"\xa6\x01\n\tTrainSpec\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x1b\n\x0e\x63lip_grad_norm\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x11\n\tlog_every\x18\x04 \x01(\r\x12\x12\n\neval_every\x18\x05 \x01(\r\x12\x12\n\naccumulate\x18\x06 \x01(\r\x12\x11\n\tprecision\x18\x07 \x01(\tB\x11\n\x0f_clip_grad_norm\"\xd9\x01\n\rResourcesSpec\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x16\n\x0eslots_per_node\x18\x02 \x01(\r\x12\x11\n\tplacement\x18\x03 \x01(\t\x12\x42\n\rnode_selector\x18\x04 \x03(\x0b\x32+.pipeapi.v1.ResourcesSpec.NodeSelectorEntry\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x1a\x33\n\x11NodeSelectorEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1d\n\x0e\x43heckpointSpec\x12\x0b\n\x03\x64ir\x18\x01 \x01(\t\"\"\n\x0bObserveSpec\x12\x13\n\x0btrace_steps\x18\x01 \x03(\x04*X\n\x07\x42\x61\x63kend\x12\x17\n\x13\x42\x41\x43KEND_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x42\x41\x43KEND_AUTO\x10\x01\x12\x10\n\x0c\x42\x41\x43KEND_GLOO\x10\x02\x12\x10\n\x0c\x42\x41\x43KEND_NCCL\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pipeapi/v1/spec.proto\x12\npipeapi.v1\"\xc9\x05\n\x07JobSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07program\x18\x02 \x01(\t\x12/\n\x06params\x18\x03 \x03(\x0b\x32\x1f.pipeapi.v1.JobSpec.ParamsEntry\x12*\n\x08pipeline\x18\x04 \x01(\x0b\x32\x18.pipeapi.v1.PipelineSpec\x12$\n\x05train\x18\x05 \x01(\x0b\x32\x15.pipeapi.v1.TrainSpec\x12$\n\x07\x62\x61\x63kend\x18\x06 \x01(\x0e\x32\x13.pipeapi.v1.Backend\x12,\n\tresources\x18\x07 \x01(\x0b\x32\x19.pipeapi.v1.ResourcesSpec\x12.\n\ncheckpoint\x18\x08 \x01(\x0b\x32\x1a.pipeapi.v1.CheckpointSpec\x12(\n\x07observe\x18\t \x01(\x0b\x32\x17.pipeapi.v1.ObserveSpec\x12)\n\x03\x65nv\x18\n \x03(\x0b\x32\x1c.pipeapi.v1.JobSpec.EnvEntry\x12\x14\n\x0credacted_env\x18\x0b \x03(\t\x12\x0e\n\x06python\x18\x0c \x01(\t\x12\x15\n\rsource_sha256\x18\r \x01(\t\x12\x0f\n\x07grace_s\x18\x0e \x01(\r\x12\x17\n\x0fstart_timeout_s\x18\x0f \x01(\r\x12\x0c\n\x04init\x18\x10 \x01(\t\x12\x0f\n\x07weights\x18\x11 \x01(\t\x12\x10\n\x08priority\x18\x12 \x01(\x11\x12\x0e\n\x06tenant\x18\x13 \x01(\t\x12\x10\n\x08restarts\x18\x14 \x01(\r\x12\x16\n\x0ehang_timeout_s\x18\x16 \x01(\r\x1a\x45\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.pipeapi.v1.ParamValue:\x02\x38\x01\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xdd\x01\n\nParamValue\x12\x14\n\nnull_value\x18\x01 \x01(\x08H\x00\x12\x14\n\nbool_value\x18\x02 \x01(\x08H\x00\x12\x13\n\tint_value\x18\x03 \x01(\x03H\x00\x12\x16\n\x0c\x64ouble_value\x18\x04 \x01(\x01H\x00\x12\x16\n\x0cstring_value\x18\x05 \x01(\tH\x00\x12+\n\nlist_value\x18\x06 \x01(\x0b\x32\x15.pipeapi.v1.ParamListH\x00\x12)\n\tmap_value\x18\x07 \x01(\x0b\x32\x14.pipeapi.v1.ParamMapH\x00\x42\x06\n\x04kind\"3\n\tParamList\x12&\n\x06values\x18\x01 \x03(\x0b\x32\x16.pipeapi.v1.ParamValue\"\x83\x01\n\x08ParamMap\x12\x30\n\x06values\x18\x01 \x03(\x0b\x32 .pipeapi.v1.ParamMap.ValuesEntry\x1a\x45\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.pipeapi.v1.ParamValue:\x02\x38\x01\"\xdc\x02\n\x0cPipelineSpec\x12\x0e\n\x06stages\x18\x01 \x01(\r\x12\x17\n\x0fstages_per_rank\x18\x02 \x01(\r\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x10\n\x08schedule\x18\x04 \x01(\t\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r\x12\r\n\x05split\x18\x06 \x01(\t\x12\x10\n\x08split_at\x18\x07 \x03(\t\x12\x18\n\x10\x62ucket_cap_bytes\x18\x08 \x01(\x04\x12\x1e\n\x16\x62ucket_first_cap_bytes\x18\t \x01(\x04\x12\x0f\n\x07\x63ompile\x18\n \x01(\t\x12\x11\n\trecompute\x18\x0b \x01(\x08\x12(\n\x07\x62\x61lance\x18\x0c \x01(\x0b\x32\x17.pipeapi.v1.BalanceSpec\x12\x17\n\x0fstages_of_ranks\x18\r \x03(\r\x12\x14\n\x0cschedule_csv\x18\x0e \x01(\t\x12\x17\n\x0f\x62ucket_compress\x18\x0f \x01(\t\"f\n\x0b\x42\x61lanceSpec\x12\x14\n\x0cmemory_bytes\x18\x01 \x01(\x04\x12\x17\n\x0foptimizer_state\x18\x02 \x01(\x01\x12\x0e\n\x06speeds\x18\x03 \x03(\x01\x12\x18\n\x10\x62lock_boundaries\x18\x04 \x01(\x08\"\xa6\x01\n\tTrainSpec\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x1b\n\x0e\x63lip_grad_norm\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x11\n\tlog_every\x18\x04 \x01(\r\x12\x12\n\neval_every\x18\x05 \x01(\r\x12\x12\n\naccumulate\x18\x06 \x01(\r\x12\x11\n\tprecision\x18\x07 \x01(\tB\x11\n\x0f_clip_grad_norm\"\xd9\x01\n\rResourcesSpec\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x16\n\x0eslots_per_node\x18\x02 \x01(\r\x12\x11\n\tplacement\x18\x03 \x01(\t\x12\x42\n\rnode_selector\x18\x04 \x03(\x0b\x32+.pipeapi.v1.ResourcesSpec.NodeSelectorEntry\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x1a\x33\n\x11NodeSelectorEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1d\n\x0e\x43heckpointSpec\x12\x0b\n\x03\x64ir\x18\x01 \x01(\t\"\"\n\x0bObserveSpec\x12\x13\n\x0btrace_steps\x18\x01 \x03(\x04*X\n\x07\x42\x61\x63kend\x12\x17\n\x13\x42\x41\x43KEND_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x42\x41\x43KEND_AUTO\x10\x01\x12\x10\n\x0c\x42\x41\x43KEND_GLOO\x10\x02\x12\x10\n\x0c\x42\x41\x43KEND_NCCL\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,34 +39,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PARAMMAP_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_RESOURCESSPEC_NODESELECTORENTRY']._loaded_options = None
   _globals['_RESOURCESSPEC_NODESELECTORENTRY']._serialized_options = b'8\001'
-  _globals['_BACKEND']._serialized_start=2057
-  _globals['_BACKEND']._serialized_end=2145
+  _globals['_BACKEND']._serialized_start=2075
+  _globals['_BACKEND']._serialized_end=2163
   _globals['_JOBSPEC']._serialized_start=38
-  _globals['_JOBSPEC']._serialized_end=733
-  _globals['_JOBSPEC_PARAMSENTRY']._serialized_start=620
-  _globals['_JOBSPEC_PARAMSENTRY']._serialized_end=689
-  _globals['_JOBSPEC_ENVENTRY']._serialized_start=691
-  _globals['_JOBSPEC_ENVENTRY']._serialized_end=733
-  _globals['_PARAMVALUE']._serialized_start=736
-  _globals['_PARAMVALUE']._serialized_end=957
-  _globals['_PARAMLIST']._serialized_start=959
-  _globals['_PARAMLIST']._serialized_end=1010
-  _globals['_PARAMMAP']._serialized_start=1013
-  _globals['_PARAMMAP']._serialized_end=1144
-  _globals['_PARAMMAP_VALUESENTRY']._serialized_start=1075
-  _globals['_PARAMMAP_VALUESENTRY']._serialized_end=1144
-  _globals['_PIPELINESPEC']._serialized_start=1147
-  _globals['_PIPELINESPEC']._serialized_end=1495
-  _globals['_BALANCESPEC']._serialized_start=1497
-  _globals['_BALANCESPEC']._serialized_end=1599
-  _globals['_TRAINSPEC']._serialized_start=1602
-  _globals['_TRAINSPEC']._serialized_end=1768
-  _globals['_RESOURCESSPEC']._serialized_start=1771
-  _globals['_RESOURCESSPEC']._serialized_end=1988
-  _globals['_RESOURCESSPEC_NODESELECTORENTRY']._serialized_start=1937
-  _globals['_RESOURCESSPEC_NODESELECTORENTRY']._serialized_end=1988
-  _globals['_CHECKPOINTSPEC']._serialized_start=1990
-  _globals['_CHECKPOINTSPEC']._serialized_end=2019
-  _globals['_OBSERVESPEC']._serialized_start=2021
-  _globals['_OBSERVESPEC']._serialized_end=2055
+  _globals['_JOBSPEC']._serialized_end=751
+  _globals['_JOBSPEC_PARAMSENTRY']._serialized_start=638
+  _globals['_JOBSPEC_PARAMSENTRY']._serialized_end=707
+  _globals['_JOBSPEC_ENVENTRY']._serialized_start=709
+  _globals['_JOBSPEC_ENVENTRY']._serialized_end=751
+  _globals['_PARAMVALUE']._serialized_start=754
+  _globals['_PARAMVALUE']._serialized_end=975
+  _globals['_PARAMLIST']._serialized_start=977
+  _globals['_PARAMLIST']._serialized_end=1028
+  _globals['_PARAMMAP']._serialized_start=1031
+  _globals['_PARAMMAP']._serialized_end=1162
+  _globals['_PARAMMAP_VALUESENTRY']._serialized_start=1093
+  _globals['_PARAMMAP_VALUESENTRY']._serialized_end=1162
+  _globals['_PIPELINESPEC']._serialized_start=1165
+  _globals['_PIPELINESPEC']._serialized_end=1513
+  _globals['_BALANCESPEC']._serialized_start=1515
+  _globals['_BALANCESPEC']._serialized_end=1617
+  _globals['_TRAINSPEC']._serialized_start=1620
+  _globals['_TRAINSPEC']._serialized_end=1786
+  _globals['_RESOURCESSPEC']._serialized_start=1789
+  _globals['_RESOURCESSPEC']._serialized_end=2006
+  _globals['_RESOURCESSPEC_NODESELECTORENTRY']._serialized_start=1955
+  _globals['_RESOURCESSPEC_NODESELECTORENTRY']._serialized_end=2006
+  _globals['_CHECKPOINTSPEC']._serialized_start=2008
+  _globals['_CHECKPOINTSPEC']._serialized_end=2037
+  _globals['_OBSERVESPEC']._serialized_start=2039
+  _globals['_OBSERVESPEC']._serialized_end=2073
 # @@protoc_insertion_point(module_scope)

@@ -19,7 +19,7 @@ BACKEND_GLOO: Backend
 BACKEND_NCCL: Backend
 
 class JobSpec(_message.Message):
-    __slots__ = ("name", "program", "params", "pipeline", "train", "backend", "resources", "checkpoint", "observe", "env", "redacted_env", "python", "source_sha256", "grace_s", "start_timeout_s", "init", "weights", "priority", "tenant", "hang_timeout_s")
+    __slots__ = ("name", "program", "params", "pipeline", "train", "backend", "resources", "checkpoint", "observe", "env", "redacted_env", "python", "source_sha256", "grace_s", "start_timeout_s", "init", "weights", "priority", "tenant", "restarts", "hang_timeout_s")
     class ParamsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class JobSpec(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
     HANG_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     program: str
@@ -73,8 +74,9 @@ class JobSpec(_message.Message):
     weights: str
     priority: int
     tenant: str
+    restarts: int
     hang_timeout_s: int
-    def __init__(self, name: _Optional[str] = ..., program: _Optional[str] = ..., params: _Optional[_Mapping[str, ParamValue]] = ..., pipeline: _Optional[_Union[PipelineSpec, _Mapping]] = ..., train: _Optional[_Union[TrainSpec, _Mapping]] = ..., backend: _Optional[_Union[Backend, str]] = ..., resources: _Optional[_Union[ResourcesSpec, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointSpec, _Mapping]] = ..., observe: _Optional[_Union[ObserveSpec, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., redacted_env: _Optional[_Iterable[str]] = ..., python: _Optional[str] = ..., source_sha256: _Optional[str] = ..., grace_s: _Optional[int] = ..., start_timeout_s: _Optional[int] = ..., init: _Optional[str] = ..., weights: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., hang_timeout_s: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., program: _Optional[str] = ..., params: _Optional[_Mapping[str, ParamValue]] = ..., pipeline: _Optional[_Union[PipelineSpec, _Mapping]] = ..., train: _Optional[_Union[TrainSpec, _Mapping]] = ..., backend: _Optional[_Union[Backend, str]] = ..., resources: _Optional[_Union[ResourcesSpec, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointSpec, _Mapping]] = ..., observe: _Optional[_Union[ObserveSpec, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., redacted_env: _Optional[_Iterable[str]] = ..., python: _Optional[str] = ..., source_sha256: _Optional[str] = ..., grace_s: _Optional[int] = ..., start_timeout_s: _Optional[int] = ..., init: _Optional[str] = ..., weights: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., restarts: _Optional[int] = ..., hang_timeout_s: _Optional[int] = ...) -> None: ...
 
 class ParamValue(_message.Message):
     __slots__ = ("null_value", "bool_value", "int_value", "double_value", "string_value", "list_value", "map_value")

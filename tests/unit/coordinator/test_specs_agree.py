@@ -71,6 +71,26 @@ def test_both_take_the_same_start_timeouts(seconds):
         assert is_good(start_timeout_s=seconds)
 
 
+@pytest.mark.parametrize("seconds", [1, 86_400, 86_401])
+def test_both_take_the_same_hang_timeouts(seconds):
+    try:
+        jobspec.load_text(text() + f"recovery: {{hang_timeout: {seconds}}}\n".encode(), "job.yaml")
+    except jobspec.SpecError:
+        assert not is_good(hang_timeout_s=seconds)
+    else:
+        assert is_good(hang_timeout_s=seconds)
+
+
+@pytest.mark.parametrize("restarts", [0, 1000, 1001])
+def test_both_take_the_same_numbers_of_restarts(restarts):
+    try:
+        jobspec.load_text(text() + f"recovery: {{restarts: {restarts}}}\n".encode(), "job.yaml")
+    except jobspec.SpecError:
+        assert not is_good(restarts=restarts)
+    else:
+        assert is_good(restarts=restarts)
+
+
 @pytest.mark.parametrize("priority", [-1001, -1000, 0, 1000, 1001])
 def test_both_take_the_same_priorities(priority):
     try:

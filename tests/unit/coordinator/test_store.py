@@ -41,8 +41,13 @@ def story():
         events.WorkerFailed("n1", 1, 1, report, 12),
         events.WorkerExited("n1", 1, 1, None, 9, True, "tail", 13),
         events.AttemptEmptied("n1", 1),
+        events.PlacementDue(),
+        events.PrepareRefused("n1", 2, "late"),
+        events.AttemptEmptied("n1", 2),
+        events.PlacementDue(),
+        events.PrepareRefused("n1", 3, "late again", is_nodes=True),
+        events.AttemptEmptied("n1", 3),
         registration("n2", 1),
-        events.PrepareRefused("n1", 1, "late"),
         events.CordonRequested("n2", "ann", "why"),
         events.DrainRequested("n2", "ann", "why", 60.0),
         submission("j2", name="second", node_selector=(("gpu", "h100"),)),
@@ -141,7 +146,7 @@ def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
 
     async def scenario():
         store = Store(tmp_path)
-        with pytest.raises(NodeError, match="schema 99, this program knows 5"):
+        with pytest.raises(NodeError, match="schema 99, this program knows 6"):
             await store.open(5.0)
         await store.close()
 

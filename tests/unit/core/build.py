@@ -93,6 +93,14 @@ class Cluster:
         account = WorkerReport(**{"message": f"error of {rank}", **report})  # type: ignore[arg-type]
         return self.feed(events.WorkerFailed(self.node_of(rank, fence), fence, rank, account, at_ns))
 
+    def wait(self, job_id: str = "j1") -> Cluster:
+        """Let the job's backoff pass, if it has one."""
+        backoff = self.job(job_id).backoff
+        if backoff is not None:
+            self.now_s += backoff.for_s
+            self.feed(events.BackoffEnded(job_id, backoff.at_s))
+        return self
+
     def empty(self, fence: int = 1) -> Cluster:
         """Have every node of the attempt report it empty."""
         return self.feed(*(events.AttemptEmptied(each, fence) for each in self.attempt(fence).node_ids))

@@ -168,7 +168,6 @@ class Fleet:
         self.timers: dict[events.Event, float] = {}
         self.num_sessions = 0
         self.crash_in: tuple[int, bool] | None = None  # after so many steps, before (or after) one is persisted
-        self.given_up: set[tuple[str, int]] = set()  # (node, fence) while the node was LOST
         self.forgotten: set[tuple[str, int]] = set()  # (node, fence) whose slots an admin freed
         self._start()
 
@@ -186,7 +185,7 @@ class Fleet:
         if self.crash_in is not None and after is not self.state:
             self.crash_in = (self.crash_in[0] - 1, self.crash_in[1])
         self.state = after
-        self._note_given_up(before, event)
+        self._note_forgotten(before, event)
         if is_due:
             self.crash()
             raise Crashed
@@ -220,17 +219,18 @@ class Fleet:
                     self.timers[events.DrainDeadlinePassed(node_id, at_s)] = self.now_s + after_s
                 case effects.ArmQuarantineEnd(node_id, at_s, after_s):
                     self.timers[events.QuarantineEnded(node_id, at_s)] = self.now_s + after_s
+                case effects.ArmBackoffEnd(job_id, at_s, after_s):
+                    self.timers[events.BackoffEnded(job_id, at_s)] = self.now_s + after_s
                 case effects.SendDesired(node_id) if node_id in self.open:
                     body = (self.state.event_seq, desired.of_node(self.state, node_id))
                     self.network.append(Message(node_id, self.open[node_id], "desired", body))
                 case effects.CloseSession(node_id) if node_id in self.open:
                     self.disconnect(node_id)
 
-    def _note_given_up(self, before: State, event: events.Event) -> None:
+    def _note_forgotten(self, before: State, event: events.Event) -> None:
         held = {(node_id, fence) for (node_id, _slot), fence in before.reservations.items()}
         if isinstance(event, events.ForgetRequested):
             self.forgotten |= {each for each in held if each[0] == event.node_id}
-        self.given_up |= {each for each in held if self.state.nodes[each[0]].is_gone}
 
     # ---- the network
 

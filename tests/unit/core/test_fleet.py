@@ -44,7 +44,7 @@ class FaultyFleet(RuleBasedStateMachine):
         for name in SLOTS:
             self.fleet.connect(name)
         for stages in sizes:
-            self.submit(stages, 1, 0)
+            self.submit(stages, 1, 0, 2)
 
     def guarded(self, act: Callable[[], object]) -> bool:
         """Do it; False if it was refused, or the coordinator crashed over it."""
@@ -57,10 +57,16 @@ class FaultyFleet(RuleBasedStateMachine):
     # ---- clients and operators
 
     @precondition(lambda self: len(self.requests) < MAX_JOBS)
-    @rule(stages=st.integers(1, 3), replicas=st.integers(1, 2), priority=st.integers(0, 2))
-    def submit(self, stages: int, replicas: int, priority: int) -> None:
+    @rule(
+        stages=st.integers(1, 3),
+        replicas=st.integers(1, 2),
+        priority=st.integers(0, 2),
+        restarts=st.sampled_from([0, 2]),
+    )
+    def submit(self, stages: int, replicas: int, priority: int, restarts: int) -> None:
         name = f"j{len(self.requests)}"
         spec = {"stages": stages, "replicas": replicas, "priority": priority, "start_timeout_s": 20}
+        spec["restarts"] = restarts
         self.requests.append(submission(name, name=name, **spec))
         self._send(self.requests[-1])
 
@@ -200,13 +206,13 @@ class FaultyFleet(RuleBasedStateMachine):
             assert holder == fence or (node, fence) in self.fleet.forgotten
 
     @invariant()
-    def no_job_runs_twice_but_on_a_node_that_was_given_up(self) -> None:
+    def no_job_runs_twice_but_on_a_node_that_an_operator_said_was_gone(self) -> None:
         running: dict[str, set[tuple[str, int]]] = {}
         for node, _slot, fence, _rank in self.fleet.live_workers():
             running.setdefault(self.fleet.state.attempts[fence].job_id, set()).add((node, fence))
         for job_id, parts in running.items():
             newest = self.fleet.state.jobs[job_id].fence
-            assert {each for each in parts if each[1] != newest} <= self.fleet.given_up
+            assert {each for each in parts if each[1] != newest} <= self.fleet.forgotten
 
     @invariant()
     def a_job_has_succeeded_only_if_all_its_ranks_have(self) -> None:

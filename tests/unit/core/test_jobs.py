@@ -82,17 +82,6 @@ def test_losing_a_node_before_the_start_places_the_job_elsewhere():
     assert (c.job().state, c.job().attempt, c.node_of(0, 2)) == (JobState.STARTING, 2, "n2")
 
 
-def test_a_refusal_requeues_the_job_and_three_of_them_fail_it():
-    c = cluster(2).feed(submission())
-    for fence in (1, 2, 3):
-        c.feed(events.PrepareRefused("n1", fence, "no space left"))
-        assert c.attempt(fence).state is AttemptState.STOPPING
-        c.feed(events.AttemptEmptied("n1", fence))
-    assert c.job().state is JobState.FAILED
-    assert c.job().failure.reason is FailureReason.INFRA
-    assert "no space left" in c.job().failure.message
-
-
 def test_a_shim_that_dies_before_the_start_aborts_the_attempt():
     c = cluster(2).feed(submission(), events.WorkerLost("n1", 1, 0))
     assert c.attempt().outcome is AttemptState.ABORTED
@@ -219,7 +208,8 @@ def test_an_exit_known_before_its_join_still_counts_as_joined_and_done():
 def test_a_node_that_reports_a_running_fence_empty_has_lost_its_ranks():
     c = cluster(2).feed(submission()).run().feed(events.AttemptEmptied("n1", 1))
     assert [each.state for each in c.attempt().workers] == [WorkerState.LOST] * 2
-    assert (c.job().state, c.job().failure.reason) == (JobState.FAILED, FailureReason.NODE_LOST)
+    assert (c.attempt().state, c.attempt().verdict.reason) == (AttemptState.FAILED, FailureReason.NODE_LOST)
+    assert (c.job().state, c.job().attempt) == (JobState.STARTING, 2)
 
 
 def test_a_daemon_restart_keeps_the_incarnation_and_a_lost_lease_gives_a_new_one():

@@ -106,13 +106,13 @@ def test_a_forgotten_node_frees_its_slots_and_its_ranks_are_lost():
     assert dict(c.state.reservations) == {("n2", 0): 1}
     assert c.attempt().state is AttemptState.STOPPING
     c.feed(events.AttemptEmptied("n2", 1))
-    assert (c.job().state, c.job().failure.reason) == (JobState.FAILED, FailureReason.NODE_LOST)
-    assert c.job().failure.node_name == "n1"
+    assert (c.job().state, c.attempt().state) == (JobState.QUEUED, AttemptState.FAILED)
+    assert (c.attempt().verdict.reason, c.attempt().verdict.node_name) == (FailureReason.NODE_LOST, "n1")
 
 
 def test_a_forgotten_node_that_returns_with_workers_stops_them_before_it_gets_work():
     c = cluster(1).feed(submission(stages=1)).run().feed(events.LeaseExpired("n1", 1), FORGET)
-    c.feed(submission("j2", name="next", stages=1))
+    c.feed(events.CancelRequested("j1"), submission("j2", name="next", stages=1))
     kept = (events.ObservedAttempt(1, is_shim_alive=True, started_ranks=(0,)),)
     c.feed(registration("n1", 1, attempts=kept))
     assert (c.job("j2").state, dict(c.state.reservations)) == (JobState.QUEUED, {("n1", 0): 1})

@@ -10,7 +10,7 @@ from tests.unit.core.build import cluster, registration, submission
 def refuse(c, job_id, node_id="n1", message="disk full"):
     """Submit a job and have the node refuse it; the job is cancelled then."""
     fence = c.feed(submission(job_id, name=job_id, stages=1)).job(job_id).fence
-    c.feed(events.PrepareRefused(node_id, fence, message))
+    c.feed(events.PrepareRefused(node_id, fence, message, is_nodes=True))
     c.feed(events.CancelRequested(job_id)).empty(fence)
     return c
 
@@ -23,7 +23,7 @@ def test_a_node_that_refuses_three_jobs_in_a_row_gets_no_more_and_says_why():
     c = refuse(refuse(cluster(2), "a"), "b")
     assert (len(node(c).strikes), node(c).quarantine) == (2, None)
     fence = c.feed(submission("c", name="c")).job("c").fence
-    c.feed(events.PrepareRefused("n1", fence, "disk full"))
+    c.feed(events.PrepareRefused("n1", fence, "disk full", is_nodes=True))
     assert effects.ArmQuarantineEnd("n1", 1000.0, 600.0) in c.effects
     c.empty(fence)
     assert c.job("c").state is JobState.QUEUED
@@ -36,11 +36,28 @@ def test_a_node_that_refuses_three_jobs_in_a_row_gets_no_more_and_says_why():
     assert c.job("c").state is JobState.STARTING
 
 
-def test_one_bad_job_closes_no_node_however_often_it_is_tried():
-    c = cluster(2).feed(submission())
-    for fence in (1, 2, 3):
-        c.feed(events.PrepareRefused("n1", fence, "no such interpreter")).empty(fence)
-    assert (c.job().state, node(c).strikes, node(c).quarantine) == (JobState.FAILED, ("j1",), None)
+def test_a_bad_job_gives_no_strike_to_any_of_the_nodes_that_refuse_it():
+    c = cluster(2, 2).feed(submission())
+    while (job := c.job()).state is JobState.STARTING:
+        c.feed(events.PrepareRefused(c.node_of(0, job.fence), job.fence, "no such interpreter")).empty(job.fence)
+        c.wait()
+    assert (job.state, [each.strikes for each in c.state.nodes.values()]) == (JobState.FAILED, [(), ()])
+
+
+def test_a_node_that_refuses_what_another_prepares_gets_a_strike_whichever_comes_first():
+    c = cluster(1, 1).feed(submission(), events.AttemptPrepared("n2", 1), events.PrepareRefused("n1", 1, "no disk"))
+    assert (node(c).strikes, c.state.nodes["n2"].strikes) == (("j1",), ())
+    c = cluster(1, 1).feed(submission(), events.PrepareRefused("n1", 1, "no disk"))
+    assert node(c).strikes == ()
+    c.feed(events.AttemptPrepared("n2", 1))
+    assert (node(c).strikes, c.state.nodes["n2"].strikes) == (("j1",), ())
+
+
+def test_a_later_attempt_that_another_node_prepares_proves_the_first_node_wrong():
+    c = cluster(1, 1).feed(submission(stages=1), events.PrepareRefused("n1", 1, "no such interpreter")).empty()
+    assert (c.node_of(0, 2), node(c).strikes) == ("n2", ())
+    c.prepare(2)
+    assert node(c).strikes == ("j1",)
 
 
 def test_a_node_that_prepares_a_job_has_no_strikes_any_more():

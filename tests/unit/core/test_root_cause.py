@@ -37,7 +37,7 @@ def test_a_victim_points_at_the_rank_that_said_nothing():
 def test_a_victim_that_points_at_a_lost_node_is_node_lost():
     c = running(2, 1).fail(0, peer_rank=2, **TRANSPORT).feed(events.LeaseExpired("n2", 1))
     c.feed(events.AttemptEmptied("n1", 1))
-    assert (c.job().failure.reason, c.job().failure.node_name) == (FailureReason.NODE_LOST, "n2")
+    assert (verdict(c).reason, verdict(c).node_name) == (FailureReason.NODE_LOST, "n2")
 
 
 def test_victims_in_a_circle_blame_no_rank():
