@@ -76,9 +76,9 @@ def spec_from_proto(message: spec_pb2.JobSpec) -> JobSpec:
         priority=message.priority,
         node_selector=tuple(sorted(message.resources.node_selector.items())),
         tenant=message.tenant or "default",
-    )
         restarts=message.restarts,
         hang_timeout_s=message.hang_timeout_s,
+    )
 
 
 def spec_to_proto(spec: JobSpec, *, redact: bool) -> spec_pb2.JobSpec:
@@ -214,9 +214,9 @@ def job_to_proto(job: Job, attempt: Attempt | None, progress: Mapping[int, Progr
         fence=job.fence,
         submitted_at=timestamp(job.submitted_s),
         event_seq=job.event_seq,
+        restarts_used=job.restarts,
     )
     if job.started_s is not None:
-        restarts_used=job.restarts,
         message.started_at.CopyFrom(timestamp(job.started_s))
     if job.backoff is not None:
         message.retry_at.CopyFrom(timestamp(job.backoff.at_s + job.backoff.for_s))

@@ -199,6 +199,7 @@ async def gang() -> Rows:
             took.append(await timed(lambda n=number: client.submit(spec(f"gang-{n}", stages=2048), f"g{n}")))
             job = await client.job(f"gang-{number}")
             assert len(job.workers) == 2048, job.pending_reason
+            await client.until_state(f"gang-{number}", "RUNNING")
             await client.cancel(f"gang-{number}")
             await client.until_state(f"gang-{number}", "CANCELLED")
         await client.channel.close()

@@ -80,7 +80,7 @@ class SimulatedNode(ScriptedNode):
             beat_seq += 1
             self._sent_s[beat_seq] = time.monotonic()
             beat = nodes_pb2.Beat(beat_seq=beat_seq, desired_rev=self.desired_rev)
-            await call.write(nodes_pb2.SessionRequest(beat=beat))
+            await self._write(call, nodes_pb2.SessionRequest(beat=beat))
             await asyncio.sleep(self.beat_s)
 
     async def _read(self, call: Any) -> None:

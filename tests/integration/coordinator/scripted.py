@@ -216,7 +216,7 @@ class ScriptedNode:
     def __post_init__(self) -> None:
         self.node_id = self.node_id or f"id-{self.name}"
         self.host_key = self.host_key or f"boot-{self.name}"
-        self._wake = asyncio.Event()
+        self._wake, self._writing = asyncio.Event(), asyncio.Lock()
         self._is_cut = False
 
     @contextlib.asynccontextmanager
@@ -340,7 +340,7 @@ class ScriptedNode:
             beat = nodes_pb2.Beat(beat_seq=beat_seq, desired_rev=self.desired_rev)
             for (fence, rank), progress in self.progress.items():
                 beat.progress.add(fence=fence, rank=rank, progress=progress)
-            await call.write(nodes_pb2.SessionRequest(beat=beat))
+            await self._write(call, nodes_pb2.SessionRequest(beat=beat))
             await asyncio.sleep(self.welcome.beat_s / 4)
 
     async def _send_facts(self, call: Any) -> None:
@@ -349,7 +349,11 @@ class ScriptedNode:
             self._wake.clear()
             if self.unacked:
                 facts = nodes_pb2.FactReport(facts=list(self.unacked.values()))
-                await call.write(nodes_pb2.SessionRequest(facts=facts))
+                await self._write(call, nodes_pb2.SessionRequest(facts=facts))
+
+    async def _write(self, call: Any, message: nodes_pb2.SessionRequest) -> None:
+        async with self._writing:  # a stream takes one message at a time
+            await call.write(message)
 
     def _follow(self, attempt: nodes_pb2.DesiredAttempt) -> None:
         """Do what a daemon and its shim would do for the attempt's phase."""
