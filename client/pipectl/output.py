@@ -36,6 +36,23 @@ def safe(text: str, *, keep: str = "\n\t") -> str:
     return _RARE.sub(shown, text)
 
 
+def clock(node: cluster_pb2.Node) -> str:
+    """Return how far the node's clock is from the coordinator's, with the error of that."""
+    if not node.HasField("clock_offset_s"):
+        return "-"
+    return f"{node.clock_offset_s:+.3f}s ±{node.clock_error_s:.3f}s"
+
+
+def wire(edge: cluster_pb2.NodeEdge) -> str:
+    """Return what the wire to another node is like."""
+    return f"{edge.node_name} {edge.rtt_s * 1e6:.0f}us {edge.bytes_per_s / 1e6:.0f}MB/s"
+
+
+def slowest_wire(node: cluster_pb2.Node) -> str:
+    """Return the wire of the node that carries least."""
+    return wire(min(node.edges, key=lambda edge: edge.bytes_per_s)) if node.edges else "-"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print left-aligned columns."""
     cells = [list(header), *[[safe(str(value), keep="") for value in row] for row in rows]]

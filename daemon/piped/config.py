@@ -60,6 +60,8 @@ class NodeConfig:
     labels: Labels = ()  # what resources.node_selector of a job asks for
     keep_attempts: int = 20  # directories of ended attempts
     insecure: bool = False
+    min_free_mib: int = 256  # on the disk of state_dir, else no job is prepared
+    clock_offset_s: float = 0.0  # added to this node's wall clock: for tests of clocks that differ
     stop_workers_on_exit: bool = False  # SIGTERM stops every worker first: for containers and demos
 
 
@@ -98,6 +100,8 @@ def load_node(file: Path | None, overrides: Mapping[str, object]) -> NodeConfig:
         raise ConfigError(f"data_address: {config.data_address!r} is neither a host name nor an IP address")
     if config.slots is not None and not 1 <= config.slots <= 4096:
         raise ConfigError(f"slots: {config.slots} is outside 1 … 4096; leave it out for one per device or core")
+    if config.min_free_mib < 0:
+        raise ConfigError(f"min_free_mib: {config.min_free_mib} is less than 0; write how many MiB must be free, or 0")
     if config.keep_attempts < 1:
         raise ConfigError(f"keep_attempts: {config.keep_attempts} is less than 1; the newest attempt's logs are needed")
     _refuse_plaintext(config.insecure, coordinator=config.coordinator, metrics=config.metrics)

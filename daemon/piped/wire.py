@@ -123,7 +123,7 @@ def fact_from_proto(node_id: str, fact: nodes_pb2.Fact) -> events.Fact | None:
             return events.AttemptPrepared(node_id, fence)
         case "prepare_failed":
             refused = fact.prepare_failed
-            return events.PrepareRefused(node_id, fence, refused.message, refused.node_fault)
+            return events.PrepareRefused(node_id, fence, refused.message, refused.node_fault, refused.peer_node_id)
         case "spawned":
             return events.WorkerSpawned(node_id, fence, rank, fact.spawned.pid, fact.spawned.starttime)
         case "store_listening":

@@ -73,13 +73,21 @@ def _show_nodes(nodes: list[cluster_pb2.Node], form: str, *, single: bool) -> No
             click.echo(node.node_name)
     else:
         header = ["NODE", "STATE", "SLOTS", "USED", "LEASE AGE", "NEW WORK"]
-        header += ["LABELS", "VERSION", "DATA", "METRICS", "ID"] if form == "wide" else []
+        header += ["CLOCK", "SLOWEST WIRE", "LABELS", "VERSION", "DATA", "METRICS", "ID"] if form == "wide" else []
         rows = []
         for node in nodes:
             row: list[object] = [node.node_name, output.node_state_name(node), len(node.slots), node.slots_used]
             row += [f"{node.lease_age_s:.1f}s", output.node_flags(node)]
             if form == "wide":
                 labels = ",".join(f"{name}={value}" for name, value in sorted(node.labels.items()))
-                row += [labels or "-", node.version, node.data_address, node.metrics_address, node.node_id]
+                row += [
+                    output.clock(node),
+                    output.slowest_wire(node),
+                    labels or "-",
+                    node.version,
+                    node.data_address,
+                    node.metrics_address,
+                    node.node_id,
+                ]
             rows.append(row)
         output.table(header, rows)

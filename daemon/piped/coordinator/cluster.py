@@ -109,7 +109,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         state = self._engine.state
         fences = sorted({fence for (holder, _slot), fence in state.reservations.items() if holder == node_id})
         held = ((attempt := state.attempts[fence], state.jobs[attempt.job_id].spec.name) for fence in fences)
-        return wire.node_to_proto(state.nodes[node_id], held, lease_age_s=self._nodes.lease_age_s(node_id))
+        message = wire.node_to_proto(state.nodes[node_id], held, lease_age_s=self._nodes.lease_age_s(node_id))
+        return self._nodes.links.tell(state, message)
 
 
 def check_texts(**texts: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from pipeapi.v1 import nodes_pb2
 from piped import wire
+from piped.coordinator.links import LinkBoard
 from piped.core import desired
 from piped.core.model import Attempt, SlotKey, State
 
@@ -20,7 +21,8 @@ Response, Desired = nodes_pb2.SerializedSessionResponse, nodes_pb2.SerializedDes
 class Pushes:
     """Remembers what the newest state came to."""
 
-    def __init__(self) -> None:
+    def __init__(self, links: LinkBoard) -> None:
+        self._links = links
         self._reservations: Mapping[SlotKey, int] | None = None
         self._fences: dict[str, list[int]] = {}
         self._written: dict[int, tuple[Attempt, bytes]] = {}
@@ -37,7 +39,10 @@ class Pushes:
     def _written_out(self, state: State, fence: int) -> bytes:
         kept = self._written.get(fence)
         if kept is None or kept[0] is not state.attempts[fence]:
-            written = wire.desired_to_proto(desired.of_fence(state, fence)).SerializeToString()
-            kept = state.attempts[fence], written
+            wanted = desired.of_fence(state, fence)
+            message = wire.desired_to_proto(wanted)
+            if wanted.phase is desired.Phase.PREPARE:
+                message.peers.extend(self._links.peers(state, wanted.attempt))
+            kept = wanted.attempt, message.SerializeToString()
             self._written[fence] = kept
         return kept[1]

@@ -20,6 +20,7 @@ from pipeapi.v1 import nodes_pb2, nodes_pb2_grpc
 from piped import wire
 from piped.coordinator.bulk import BulkLinks
 from piped.coordinator.engine import Engine
+from piped.coordinator.links import LinkBoard
 from piped.coordinator.progress import ProgressBoard
 from piped.coordinator.pushes import Pushes
 from piped.coordinator.tasks import first_of, write
@@ -71,7 +72,8 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
     def __init__(self, engine: Engine, board: ProgressBoard, bulk: BulkLinks, leases: Leases) -> None:
         self._engine, self._board, self._bulk, self._leases = engine, board, bulk, leases
         self._small = leases.cadence  # of a fleet of no more than a thousand
-        self._pushes = Pushes()
+        self.links = LinkBoard()
+        self._pushes = Pushes(self.links)
         self._open: dict[str, OpenSession] = {}
         self._stopping: UnavailableError | None = None
         self._numbers = itertools.count(1)
@@ -148,6 +150,7 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
             self._engine.post_later(NodeDisconnected(registration.node_id, number))
             raise
         node: Node = state.nodes[registration.node_id]
+        self.links.register(node.node_id, first.hello)
         self._leases.beat(node.node_id, boottime_s())
         cadence = self._leases.cadence
         session = OpenSession(node.node_id, number)
@@ -184,7 +187,8 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
             await self._take_facts(session, await session.reports.get())
 
     def _take_beat(self, session: OpenSession, beat: nodes_pb2.Beat) -> None:
-        ack = nodes_pb2.BeatAck(beat_seq=beat.beat_seq)
+        ack = nodes_pb2.BeatAck(beat_seq=beat.beat_seq, unix_ns=time.time_ns())
+        self.links.beat(session.node_id, beat)
         if cadence := self._leases.beat(session.node_id, boottime_s()):
             ack.beat_s, ack.lease_ttl_s = cadence.beat_s, cadence.ttl_s
         session.send(nodes_pb2.SessionResponse(beat_ack=ack))

@@ -120,7 +120,8 @@ def refused(draft: Draft, event: events.PrepareRefused) -> str:
         return IGNORED  # COMMITTED: it lost its preparation since, or its workers can't be told what to do
     reason = f"node {draft.nodes[event.node_id].node_name} could not prepare: {event.message}"
     if attempt.state is _A.PREPARING:
-        retries.refused(draft, attempt, event.node_id, event.message, is_nodes=event.is_nodes)
+        blamed = event.peer_id if event.peer_id in attempt.node_ids else event.node_id
+        retries.refused(draft, attempt, blamed, event.message, is_nodes=event.is_nodes)
     _stop(draft, attempt, _A.ABORTED, reason, grace_s=0.0)
     return reason
 

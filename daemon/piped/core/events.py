@@ -176,6 +176,7 @@ class PrepareRefused:
     fence: int
     message: str
     is_nodes: bool = False  # the node says that it is to blame, and not the job
+    peer_id: str = ""  # the node says that it does not reach that one
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import signal
 import sys
+import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
@@ -23,10 +24,13 @@ from piped.config import NodeConfig, parse_address
 from piped.node import devices, http, metrics
 from piped.node.artifacts import downloader
 from piped.node.bulk import Bulk
+from piped.node.edges import Listener
 from piped.node.facts import FactBook
 from piped.node.health import HealthServer
 from piped.node.model import Slot
 from piped.node.orders import Place
+from piped.node.preflight import Wires
+from piped.node.prepare import Preparation
 from piped.node.session import CHANNEL_OPTIONS, NodeIdentity, Session
 from piped.node.state import StateDir, StateError
 from piped.node.supervisor import Supervisor
@@ -72,6 +76,9 @@ async def _serve(config: NodeConfig, state: StateDir, place: Place, slots: tuple
         except OSError as error:
             print(f"piped node: metrics or health can't be bound: {error}; choose another port", file=sys.stderr)
             return 1
+        listener = Listener(state.node_id)
+        ends.push_async_callback(listener.stop)
+        probe_address = await listener.start(config.data_address)
         state.publish_endpoints(metrics=metrics_address, health=health_address)
         log.info(
             "node_started",
@@ -89,6 +96,7 @@ async def _serve(config: NodeConfig, state: StateDir, place: Place, slots: tuple
             metrics_address=_advertised(metrics_address, config.data_address),
             slots=slots,
             labels=config.labels,
+            probe_address=probe_address,
         )
         await _work(config, state, place, identity, collector, health, leave)
     log.info("node_stopped")
@@ -106,6 +114,9 @@ async def _work(
 ) -> None:
     """Re-adopt what runs, then hold the streams to the coordinator until told to leave."""
 
+    def wall_ns() -> int:
+        return time.time_ns() + round(config.clock_offset_s * 1e9)
+
     async def on_registration(is_registered: bool) -> None:
         await health.set_registered(is_registered)
         if is_registered:
@@ -118,19 +129,20 @@ async def _work(
         grpc.aio.insecure_channel(config.coordinator, options=CHANNEL_OPTIONS) as bulk_channel,
     ):
         book = FactBook()
+        wires = Wires()
         supervisor = Supervisor(
             state,
             place,
             book,
             collector,
-            downloader(bulk_channel),
+            Preparation(place, wires, downloader(bulk_channel), config.min_free_mib << 20),
             base_env=dict(os.environ),
             keep_attempts=config.keep_attempts,
         )
         supervisor.adopt()
         work = {
             "supervisor": supervisor.run(),
-            "session": Session(channel, identity, state, supervisor, book, on_registration).run(),
+            "session": Session(channel, identity, state, supervisor, book, wires, on_registration, wall_ns).run(),
             "bulk": Bulk(bulk_channel, state.node_id, state.attempts).run(),
             "watchdog": _feed_watchdog(),
         }

@@ -13,7 +13,19 @@ from google.protobuf import json_format
 
 from pipeapi import jobproto
 from pipeapi.v1 import cluster_pb2, jobs_pb2, nodes_pb2
-from piped.node.model import DesiredAttempt, DesiredState, Fact, FactKey, Observed, Phase, RankPlacement, Shim, Slot
+from piped.node.model import (
+    DesiredAttempt,
+    DesiredState,
+    Edge,
+    Fact,
+    FactKey,
+    Observed,
+    Peer,
+    Phase,
+    RankPlacement,
+    Shim,
+    Slot,
+)
 
 _PHASES = {
     nodes_pb2.PHASE_PREPARE: Phase.PREPARE,
@@ -43,6 +55,7 @@ def _desired_attempt(item: nodes_pb2.DesiredAttempt) -> DesiredAttempt:
         store_endpoint=item.store_endpoint,
         grace_s=item.grace_s,
         stop_trigger=item.stop_trigger,
+        peers=tuple(Peer(each.node_id, each.node_name, each.data_address, each.probe_address) for each in item.peers),
     )
 
 
@@ -81,6 +94,11 @@ def rank_progress(fence: int, rank: int, body: Mapping[str, Any]) -> nodes_pb2.R
         if isinstance(value, int | float) and (math.isfinite(value) or name == "loss"):
             setattr(progress, name, float(value))
     return nodes_pb2.RankProgress(fence=fence, rank=rank, progress=progress)
+
+
+def edge_message(edge: Edge) -> nodes_pb2.Edge:
+    """Return `edge` as a message."""
+    return nodes_pb2.Edge(peer_node_id=edge.peer_id, rtt_s=edge.rtt_s, bytes_per_s=edge.bytes_per_s)
 
 
 def slot_message(slot: Slot) -> cluster_pb2.Slot:

@@ -13,7 +13,7 @@ import struct
 import subprocess
 from pathlib import Path
 
-from piped.config import ConfigError
+from piped.config import ConfigError, is_loopback
 from piped.node.model import Slot
 
 _NVIDIA_SMI_S = 10.0
@@ -54,6 +54,11 @@ def interface_of(address: str) -> str:
     except OSError as error:
         raise ConfigError(f"data_address: {address!r} does not resolve: {error}; write an IP address") from error
     wanted = str(resolved[0])
+    if is_loopback(wanted) and not is_loopback(address):
+        raise ConfigError(
+            f"data_address: {address!r} resolves to {wanted} here (see /etc/hosts), where no other host reaches this one; write the "
+            "IP address of the interface that workers shall use"
+        )
     found = _ipv4_interfaces() if family == socket.AF_INET else _ipv6_interfaces()
     if wanted.startswith("127."):
         wanted = "127.0.0.1"  # all of 127.0.0.0/8 is the loopback interface's

@@ -41,6 +41,25 @@ class RankPlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """A node of an attempt, and where it answers calls (piped.node.edges); "": it is of a version that answers none."""
+
+    node_id: str
+    node_name: str
+    data_address: str
+    probe_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The wire to another node, as it was measured."""
+
+    peer_id: str
+    rtt_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class DesiredAttempt:
     """One attempt as the coordinator wants it.
 
@@ -57,6 +76,7 @@ class DesiredAttempt:
     store_endpoint: str = ""
     grace_s: float = 0.0
     stop_trigger: str = ""
+    peers: tuple[Peer, ...] = ()  # every node of the attempt, while it is prepared
 
     def ranks_on(self, node_id: str) -> tuple[RankPlacement, ...]:
         """Return the ranks that belong to node `node_id`."""

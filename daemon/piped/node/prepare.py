@@ -1,6 +1,6 @@
-"""Preparation of an attempt: its directory, room on the disk, the interpreter, the data address, the job's source.
+"""Preparation of an attempt: what piped.node.preflight checks, and the job's source.
 
-Raises PreparationError with a text for the submitter; starts nothing. Called by piped.node.supervisor.
+Raises PreparationError with a text for the submitter; starts nothing. Built by piped.node.app, called by piped.node.supervisor.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import shutil
-import socket
 import tarfile
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from piped.node.attempt_dir import AttemptDir
 from piped.node.model import DesiredAttempt
+from piped.node.orders import Place
+from piped.node.preflight import PreflightError, Wires, check
 
-MIN_FREE_BYTES = 256 << 20
 MAX_PACKED_BYTES = 256 << 20  # what the coordinator takes
 MAX_UNPACKED_BYTES = 2 << 30
 MAX_ENTRIES = 100_000
@@ -27,39 +27,25 @@ Download = Callable[[str], AsyncIterator[bytes]]
 """Yields the bytes of an artifact by its sha256; raises OSError when it can't be had."""
 
 
-class PreparationError(Exception):
-    """This node can't run the attempt; the text says why and what to do."""
+class PreparationError(PreflightError):
+    """The job's source can't be had; the text says why and what to do."""
 
 
-async def prepare(desired: DesiredAttempt, directory: AttemptDir, data_address: str, download: Download) -> None:
-    """Make everything ready for the attempt's shim. May be repeated."""
-    await asyncio.to_thread(_check, desired, directory, data_address)
-    sha256 = desired.spec.get("source")
-    if sha256 and not directory.source.exists():
-        await _fetch(str(sha256), directory, download)
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What prepares attempts on this node."""
 
+    place: Place
+    wires: Wires
+    download: Download
+    min_free_bytes: int
 
-def _check(desired: DesiredAttempt, directory: AttemptDir, data_address: str) -> None:
-    free = shutil.disk_usage(directory.path).free
-    if free < MIN_FREE_BYTES:
-        raise PreparationError(
-            f"{free >> 20} MiB are free in the node's state directory; {MIN_FREE_BYTES >> 20} MiB are needed for logs "
-            "and source; free some space there"
-        )
-    python = desired.spec.get("python")
-    if python and not os.access(str(python), os.X_OK):
-        raise PreparationError(
-            f"python: {python!r} is no executable file on this node; install it there or leave it out"
-        )
-    try:
-        family, _, _, _, address = socket.getaddrinfo(data_address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except OSError as error:
-        raise PreparationError(
-            f"data_address {data_address!r}: workers can't listen there: {error.strerror}; set it to an address of this "
-            "machine that the other nodes reach"
-        ) from error
+    async def prepare(self, desired: DesiredAttempt, directory: AttemptDir) -> None:
+        """Make everything ready for the attempt's shim. May be repeated. Raises PreflightError."""
+        await check(desired, directory.path, self.place, self.wires, min_free_bytes=self.min_free_bytes)
+        sha256 = desired.spec.get("source")
+        if sha256 and not directory.source.exists():
+            await _fetch(str(sha256), directory, self.download)
 
 
 async def _fetch(sha256: str, directory: AttemptDir, download: Download) -> None:

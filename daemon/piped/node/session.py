@@ -19,8 +19,10 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from pipeapi.v1 import nodes_pb2, nodes_pb2_grpc
 from piped.node import convert
+from piped.node.clock import ClockOffset
 from piped.node.facts import FactBook
 from piped.node.model import Fact, Slot
+from piped.node.preflight import Wires
 from piped.node.state import StateDir
 from piped.node.supervisor import Supervisor
 from piped.node.tasks import first_of
@@ -58,6 +60,7 @@ class NodeIdentity:
     metrics_address: str
     slots: tuple[Slot, ...]
     labels: tuple[tuple[str, str], ...] = ()
+    probe_address: str = ""  # where piped.node.edges listens
 
 
 class Session:
@@ -70,14 +73,20 @@ class Session:
         state: StateDir,
         supervisor: Supervisor,
         book: FactBook,
+        wires: Wires,
         on_registration: Callable[[bool], Awaitable[None]],
+        wall_ns: Callable[[], int],
     ) -> None:
         self._stub: Any = nodes_pb2_grpc.NodeServiceStub(channel)
         self._identity = identity
         self._state = state
         self._supervisor = supervisor
         self._book = book
+        self._wires = wires
         self._on_registration = on_registration
+        self._wall_ns = wall_ns
+        self._clock = ClockOffset()
+        self._told_wires = 0  # the revision that this session's beats have told
         self._acknowledged_s = 0.0
         self._loop_lag_s = 0.0
         self._beat_s, self._ttl_s = 1.0, 4.0  # as the coordinator says
@@ -136,6 +145,7 @@ class Session:
             metrics_address=self._identity.metrics_address,
             slots=[convert.slot_message(slot) for slot in self._identity.slots],
             attempts=[convert.observed_attempt(seen) for seen in observed.values()],
+            probe_address=self._identity.probe_address,
         )
         try:
             async with asyncio.timeout(_OPEN_S):
@@ -180,6 +190,7 @@ class Session:
             match message.WhichOneof("message"):
                 case "beat_ack":
                     self._acknowledged_s = time.monotonic()
+                    self._clock.answered(message.beat_ack.beat_seq, time.monotonic_ns(), message.beat_ack.unix_ns)
                     if message.beat_ack.beat_s:
                         self._beat_s, self._ttl_s = message.beat_ack.beat_s, message.beat_ack.lease_ttl_s
                 case "desired":
@@ -194,6 +205,7 @@ class Session:
 
         The first beat comes at any moment of an interval: a fleet that reconnects together shall not beat together.
         """
+        self._told_wires, self._clock = 0, ClockOffset()
         beat_seq, due_s = 0, time.monotonic() + random.uniform(0.0, self._beat_s)
         while True:
             await self._send_facts(call)
@@ -214,13 +226,20 @@ class Session:
 
     def _beat(self, beat_seq: int) -> nodes_pb2.Beat:
         desired = self._supervisor.desired
-        return nodes_pb2.Beat(
+        beat = nodes_pb2.Beat(
             beat_seq=beat_seq,
             sent_boottime_ns=time.clock_gettime_ns(time.CLOCK_BOOTTIME),
             loop_lag_s=self._loop_lag_s,
             desired_rev=desired.desired_rev if desired else 0,
             progress=[convert.rank_progress(*one) for one in self._supervisor.progress()],
         )
+        if self._clock.best is not None:
+            beat.clock_offset_s, beat.clock_error_s = self._clock.best
+        if self._told_wires != self._wires.revision:
+            self._told_wires = self._wires.revision
+            beat.edges.extend(convert.edge_message(edge) for edge in self._wires.all())
+        self._clock.sent(beat_seq, time.monotonic_ns(), self._wall_ns())
+        return beat
 
     async def _send_facts(self, call: Any) -> None:
         report, size = nodes_pb2.FactReport(), 0

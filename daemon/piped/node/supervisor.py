@@ -32,7 +32,8 @@ from piped.node.model import (
     StopRanks,
 )
 from piped.node.orders import Place
-from piped.node.prepare import Download, PreparationError, prepare
+from piped.node.preflight import PreflightError
+from piped.node.prepare import Preparation
 from piped.node.shim_link import ShimGone, ShimLink, launch
 from piped.node.state import StateDir
 
@@ -65,7 +66,7 @@ class Supervisor:
         place: Place,
         book: FactBook,
         meter: JobMeter,
-        download: Download,
+        preparation: Preparation,
         *,
         base_env: Mapping[str, str],
         keep_attempts: int,
@@ -75,7 +76,7 @@ class Supervisor:
         self._place = place
         self._book = book
         self._meter = meter
-        self._download = download
+        self._preparation = preparation
         self._base_env = base_env
         self._keep_attempts = keep_attempts
         self._attempts: dict[int, Attempt] = {}
@@ -237,14 +238,14 @@ class Supervisor:
         try:
             await asyncio.to_thread(self._state.remember, fence=attempt.fence)
             await asyncio.to_thread(AttemptDir.create, self._state.attempts, attempt.fence, attempt.job_id)
-            await prepare(desired, attempt.directory, self._place.data_address, self._download)
+            await self._preparation.prepare(desired, attempt.directory)
             attempt.starts(desired, desired.ranks_on(self._place.node_id), self._place)  # can it be told?
             attempt.is_launching = True
             attempt.process = await asyncio.to_thread(launch, attempt.directory, self._base_env)
         except Exception as error:  # Note [one attempt's trouble]
-            if not isinstance(error, (PreparationError, OSError)):
+            if not isinstance(error, (PreflightError, OSError)):
                 log.error("preparation_trouble", fence=attempt.fence, error=repr(error), exc_info=error)
-            self._refuse(attempt, _said(error))
+            self._refuse(attempt, _said(error), **_blame(error))
             return
         await self._serve(attempt)
 
@@ -306,10 +307,10 @@ class Supervisor:
             await asyncio.sleep(_RECONNECT_S)
             return 1
 
-    def _refuse(self, attempt: Attempt, message: str) -> None:
+    def _refuse(self, attempt: Attempt, message: str, **blame: bool | str) -> None:
         attempt.preparation_failed = True
         attempt.directory.note_preparation_error(message)
-        attempt.report(None, "prepare_failed", {"message": message})
+        attempt.report(None, "prepare_failed", {"message": message, **blame})
         if not attempt.is_launching:
             attempt.shim = Shim.NEVER
         self._changed.set()
@@ -341,4 +342,11 @@ class Supervisor:
 
 def _said(error: Exception) -> str:
     """Return the text for the submitter: an error that nobody foresaw says its kind too."""
-    return str(error) if isinstance(error, (PreparationError, OSError)) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, (PreflightError, OSError)) else f"{type(error).__name__}: {error}"
+
+
+def _blame(error: Exception) -> dict[str, bool | str]:
+    """Return who is to blame for a refusal, as prepare_failed says it; the disk and the like are the node's."""
+    if isinstance(error, PreflightError):
+        return {"node_fault": error.is_nodes, "peer_node_id": error.peer_id}
+    return {"node_fault": isinstance(error, OSError)}

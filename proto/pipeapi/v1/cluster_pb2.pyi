@@ -34,7 +34,7 @@ class Slot(_message.Message):
     def __init__(self, index: _Optional[int] = ..., device: _Optional[str] = ..., uuid: _Optional[str] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node_id", "node_name", "state", "incarnation", "version", "data_address", "metrics_address", "slots", "slots_used", "lease_age_s", "cordon", "drain", "attempts", "labels", "quarantine", "strikes")
+    __slots__ = ("node_id", "node_name", "state", "incarnation", "version", "data_address", "metrics_address", "slots", "slots_used", "lease_age_s", "cordon", "drain", "attempts", "labels", "quarantine", "strikes", "clock_offset_s", "clock_error_s", "edges")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,9 @@ class Node(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_FIELD_NUMBER: _ClassVar[int]
     STRIKES_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ERROR_S_FIELD_NUMBER: _ClassVar[int]
+    EDGES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     node_name: str
     state: NodeState
@@ -74,7 +77,20 @@ class Node(_message.Message):
     labels: _containers.ScalarMap[str, str]
     quarantine: Quarantine
     strikes: int
-    def __init__(self, node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., slots_used: _Optional[int] = ..., lease_age_s: _Optional[float] = ..., cordon: _Optional[_Union[Cordon, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[NodeAttempt, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ..., strikes: _Optional[int] = ...) -> None: ...
+    clock_offset_s: float
+    clock_error_s: float
+    edges: _containers.RepeatedCompositeFieldContainer[NodeEdge]
+    def __init__(self, node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., state: _Optional[_Union[NodeState, str]] = ..., incarnation: _Optional[int] = ..., version: _Optional[str] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., slots_used: _Optional[int] = ..., lease_age_s: _Optional[float] = ..., cordon: _Optional[_Union[Cordon, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[NodeAttempt, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ..., strikes: _Optional[int] = ..., clock_offset_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ..., edges: _Optional[_Iterable[_Union[NodeEdge, _Mapping]]] = ...) -> None: ...
+
+class NodeEdge(_message.Message):
+    __slots__ = ("node_name", "rtt_s", "bytes_per_s")
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    RTT_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    node_name: str
+    rtt_s: float
+    bytes_per_s: float
+    def __init__(self, node_name: _Optional[str] = ..., rtt_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Cordon(_message.Message):
     __slots__ = ("who", "why", "at")

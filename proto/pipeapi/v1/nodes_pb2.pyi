@@ -44,7 +44,7 @@ class SessionResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., beat_ack: _Optional[_Union[BeatAck, _Mapping]] = ..., desired: _Optional[_Union[DesiredState, _Mapping]] = ..., fact_ack: _Optional[_Union[FactAck, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("cluster_id", "node_id", "node_name", "host_key", "version", "highest_epoch", "highest_fence", "data_address", "metrics_address", "slots", "labels", "attempts")
+    __slots__ = ("cluster_id", "node_id", "node_name", "host_key", "version", "highest_epoch", "highest_fence", "data_address", "metrics_address", "slots", "labels", "probe_address", "attempts")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class Hello(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     node_id: str
@@ -75,8 +76,9 @@ class Hello(_message.Message):
     metrics_address: str
     slots: _containers.RepeatedCompositeFieldContainer[_cluster_pb2.Slot]
     labels: _containers.ScalarMap[str, str]
+    probe_address: str
     attempts: _containers.RepeatedCompositeFieldContainer[ObservedAttempt]
-    def __init__(self, cluster_id: _Optional[str] = ..., node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., host_key: _Optional[str] = ..., version: _Optional[str] = ..., highest_epoch: _Optional[int] = ..., highest_fence: _Optional[int] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[_cluster_pb2.Slot, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., attempts: _Optional[_Iterable[_Union[ObservedAttempt, _Mapping]]] = ...) -> None: ...
+    def __init__(self, cluster_id: _Optional[str] = ..., node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., host_key: _Optional[str] = ..., version: _Optional[str] = ..., highest_epoch: _Optional[int] = ..., highest_fence: _Optional[int] = ..., data_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[_cluster_pb2.Slot, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ..., probe_address: _Optional[str] = ..., attempts: _Optional[_Iterable[_Union[ObservedAttempt, _Mapping]]] = ...) -> None: ...
 
 class ObservedAttempt(_message.Message):
     __slots__ = ("fence", "job_id", "shim_alive", "started_ranks")
@@ -105,18 +107,24 @@ class Welcome(_message.Message):
     def __init__(self, cluster_id: _Optional[str] = ..., coordinator_epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., beat_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("beat_seq", "sent_boottime_ns", "loop_lag_s", "desired_rev", "progress")
+    __slots__ = ("beat_seq", "sent_boottime_ns", "loop_lag_s", "desired_rev", "progress", "clock_offset_s", "clock_error_s", "edges")
     BEAT_SEQ_FIELD_NUMBER: _ClassVar[int]
     SENT_BOOTTIME_NS_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_S_FIELD_NUMBER: _ClassVar[int]
     DESIRED_REV_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ERROR_S_FIELD_NUMBER: _ClassVar[int]
+    EDGES_FIELD_NUMBER: _ClassVar[int]
     beat_seq: int
     sent_boottime_ns: int
     loop_lag_s: float
     desired_rev: int
     progress: _containers.RepeatedCompositeFieldContainer[RankProgress]
-    def __init__(self, beat_seq: _Optional[int] = ..., sent_boottime_ns: _Optional[int] = ..., loop_lag_s: _Optional[float] = ..., desired_rev: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ...) -> None: ...
+    clock_offset_s: float
+    clock_error_s: float
+    edges: _containers.RepeatedCompositeFieldContainer[Edge]
+    def __init__(self, beat_seq: _Optional[int] = ..., sent_boottime_ns: _Optional[int] = ..., loop_lag_s: _Optional[float] = ..., desired_rev: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ..., clock_offset_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ..., edges: _Optional[_Iterable[_Union[Edge, _Mapping]]] = ...) -> None: ...
 
 class RankProgress(_message.Message):
     __slots__ = ("fence", "rank", "progress", "position")
@@ -151,14 +159,16 @@ class Position(_message.Message):
     def __init__(self, step: _Optional[int] = ..., section: _Optional[str] = ..., action: _Optional[str] = ..., waiting_on: _Optional[_Iterable[int]] = ..., waiting_on_all: _Optional[bool] = ..., age_s: _Optional[float] = ..., silent_s: _Optional[float] = ..., longest_step_s: _Optional[float] = ...) -> None: ...
 
 class BeatAck(_message.Message):
-    __slots__ = ("beat_seq", "beat_s", "lease_ttl_s")
+    __slots__ = ("beat_seq", "beat_s", "lease_ttl_s", "unix_ns")
     BEAT_SEQ_FIELD_NUMBER: _ClassVar[int]
     BEAT_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     beat_seq: int
     beat_s: float
     lease_ttl_s: float
-    def __init__(self, beat_seq: _Optional[int] = ..., beat_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
+    unix_ns: int
+    def __init__(self, beat_seq: _Optional[int] = ..., beat_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ..., unix_ns: _Optional[int] = ...) -> None: ...
 
 class DesiredState(_message.Message):
     __slots__ = ("desired_rev", "attempts")
@@ -169,7 +179,7 @@ class DesiredState(_message.Message):
     def __init__(self, desired_rev: _Optional[int] = ..., attempts: _Optional[_Iterable[_Union[DesiredAttempt, _Mapping]]] = ...) -> None: ...
 
 class DesiredAttempt(_message.Message):
-    __slots__ = ("job_id", "attempt", "fence", "phase", "spec", "ranks", "store_endpoint", "grace_s", "stop_trigger", "dump_stacks")
+    __slots__ = ("job_id", "attempt", "fence", "phase", "spec", "ranks", "store_endpoint", "grace_s", "stop_trigger", "dump_stacks", "peers")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +190,7 @@ class DesiredAttempt(_message.Message):
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     STOP_TRIGGER_FIELD_NUMBER: _ClassVar[int]
     DUMP_STACKS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     attempt: int
     fence: int
@@ -190,7 +201,8 @@ class DesiredAttempt(_message.Message):
     grace_s: float
     stop_trigger: str
     dump_stacks: bool
-    def __init__(self, job_id: _Optional[str] = ..., attempt: _Optional[int] = ..., fence: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., spec: _Optional[_Union[_spec_pb2.JobSpec, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankPlacement, _Mapping]]] = ..., store_endpoint: _Optional[str] = ..., grace_s: _Optional[float] = ..., stop_trigger: _Optional[str] = ..., dump_stacks: _Optional[bool] = ...) -> None: ...
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    def __init__(self, job_id: _Optional[str] = ..., attempt: _Optional[int] = ..., fence: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., spec: _Optional[_Union[_spec_pb2.JobSpec, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankPlacement, _Mapping]]] = ..., store_endpoint: _Optional[str] = ..., grace_s: _Optional[float] = ..., stop_trigger: _Optional[str] = ..., dump_stacks: _Optional[bool] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
 
 class RankPlacement(_message.Message):
     __slots__ = ("rank", "replica", "stages", "node_id", "node_name", "slot")
@@ -207,6 +219,28 @@ class RankPlacement(_message.Message):
     node_name: str
     slot: _cluster_pb2.Slot
     def __init__(self, rank: _Optional[int] = ..., replica: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ..., node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., slot: _Optional[_Union[_cluster_pb2.Slot, _Mapping]] = ...) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("node_id", "node_name", "data_address", "probe_address")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    node_name: str
+    data_address: str
+    probe_address: str
+    def __init__(self, node_id: _Optional[str] = ..., node_name: _Optional[str] = ..., data_address: _Optional[str] = ..., probe_address: _Optional[str] = ...) -> None: ...
+
+class Edge(_message.Message):
+    __slots__ = ("peer_node_id", "rtt_s", "bytes_per_s")
+    PEER_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    RTT_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    peer_node_id: str
+    rtt_s: float
+    bytes_per_s: float
+    def __init__(self, peer_node_id: _Optional[str] = ..., rtt_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class FactReport(_message.Message):
     __slots__ = ("facts",)
@@ -265,12 +299,14 @@ class Prepared(_message.Message):
     def __init__(self) -> None: ...
 
 class PrepareFailed(_message.Message):
-    __slots__ = ("message", "node_fault")
+    __slots__ = ("message", "node_fault", "peer_node_id")
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     NODE_FAULT_FIELD_NUMBER: _ClassVar[int]
+    PEER_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     message: str
     node_fault: bool
-    def __init__(self, message: _Optional[str] = ..., node_fault: _Optional[bool] = ...) -> None: ...
+    peer_node_id: str
+    def __init__(self, message: _Optional[str] = ..., node_fault: _Optional[bool] = ..., peer_node_id: _Optional[str] = ...) -> None: ...
 
 class Spawned(_message.Message):
     __slots__ = ("pid", "starttime")

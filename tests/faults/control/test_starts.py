@@ -22,16 +22,16 @@ def spec_of(cluster, job):
 
 def test_a_start_that_one_of_three_nodes_never_prepares_is_given_up_naming_it_while_another_job_proceeds(cluster):
     halted = cluster.nodes[2]
-    limit = {"recovery": {"start_timeout": 2}}  # less than a lease: it is still expected
     stuck, other = (
-        spec_of(cluster, acts(cluster, name, "done", ranks=ranks, resources=APART, **more))
-        for name, ranks, more in (("stuck", 3, limit), ("other", 2, {}))
+        spec_of(cluster, acts(cluster, name, "done", ranks=ranks, resources=APART))
+        for name, ranks in (("stuck", 3), ("other", 2))
     )
     halted.process.send_signal(signal.SIGSTOP)
     try:
         stuck_id, other_id = cluster.api.submit(stuck), cluster.api.submit(other)
         assert cluster.wait_for(other_id, "SUCCEEDED").attempt == 1
-        assert "not prepared within 2 s (recovery.start_timeout): node2" in event(cluster, stuck_id, "attempt_stopping")
+        reason = event(cluster, stuck_id, "attempt_stopping")  # its neighbour misses it about when its lease ends
+        assert "node2 (stage 2 of rank 2) is not reached" in reason or "node node2 was lost before" in reason, reason
         assert cluster.pipectl("cancel", stuck_id).returncode == 0
         started = "SELECT count(*) FROM workers JOIN attempts USING (fence) WHERE job_id = ? AND pid > 0"
         assert rows(cluster, started, stuck_id) == [(0,)], "all or nothing"
