@@ -7,7 +7,9 @@ worker → shim → daemon (an inherited socketpair whose number is in PIPED_FD,
     joined     {}                              process group up, plan agreed, stages built
     plan       {plan}                          rank 0: the PlanSummary as a dict with its proto field names
     progress   {step, steps, loss, tokens_per_s, step_s}       last stage of replica 0, at most once a second
-    beat       {step, action, section}         every rank, once a second: where it is ("F3", section "step")
+    beat       {step, section, action, waiting_on, age_s, longest_step_s}     every rank, once a second: steps finished; first step,
+               step, data, eval, save or hook; the action of its list ("1F3") or empty; ranks that it waits for, or "all"; since it
+               last moved; the longest of its newest hundred steps
     metrics    {samples: [{name, labels, value} | {name, labels, buckets, sum, exemplars?}]}   cumulative, once a second and at
                exit; buckets: len(BUCKETS_S) + 1 counts, each of its own bucket alone, the last for +Inf; exemplars:
                [[bucket, step, chunk, value]], the newest of each bucket
@@ -23,7 +25,8 @@ daemon → shim → worker:
 daemon → shim:
     start      {ranks: [{rank, argv, env, assign}]}   each rank at most once, whatever is asked
     forward    {rank, message}                 to that worker
-    stop       {grace_s}                       SIGTERM, grace, SIGKILL; 0: SIGKILL at once
+    stop       {grace_s, dumps_stacks}         SIGTERM, grace, SIGKILL; 0: SIGKILL at once; dumps_stacks: SIGQUIT, on which a worker
+                                               writes its stacks into its log, 200 ms, SIGKILL
     ack        {keys: [[rank, kind]]}          the daemon holds these; the shim may forget them
     quit       {}                              nothing runs any more and every exit is acknowledged: leave
 

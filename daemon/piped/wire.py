@@ -13,8 +13,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from pipeapi import jobproto
 from pipeapi.v1 import cluster_pb2, jobs_pb2, nodes_pb2, spec_pb2
-from piped.core import accounts, events
+from piped.core import accounts, events, root_cause
 from piped.core.desired import DesiredAttempt, Phase
+from piped.core.hangs import Position
 from piped.core.model import (
     Attempt,
     AttemptState,
@@ -76,6 +77,7 @@ def spec_from_proto(message: spec_pb2.JobSpec) -> JobSpec:
         priority=message.priority,
         node_selector=tuple(sorted(message.resources.node_selector.items())),
         tenant=message.tenant or "default",
+        hang_timeout_s=message.hang_timeout_s,
         restarts=message.restarts,
         hang_timeout_s=message.hang_timeout_s,
     )
@@ -188,6 +190,7 @@ def desired_to_proto(desired: DesiredAttempt) -> nodes_pb2.DesiredAttempt:
         store_endpoint=attempt.store_endpoint,
         grace_s=attempt.grace_s,
         stop_trigger=attempt.stop_trigger,
+        dump_stacks=root_cause.is_hang(attempt),
     )
 
 
@@ -244,6 +247,19 @@ def job_to_proto(job: Job, attempt: Attempt | None, progress: Mapping[int, Progr
 
 def progress_from_proto(message: jobs_pb2.Progress) -> Progress:
     return Progress(message.step, message.steps, message.loss, message.tokens_per_s, message.step_s)
+
+
+def position_from_proto(message: nodes_pb2.Position) -> Position:
+    return Position(
+        step=message.step,
+        section=message.section,
+        action=message.action,
+        waiting_on=tuple(message.waiting_on),
+        waits_for_all=message.waiting_on_all,
+        age_s=message.age_s,
+        silent_s=message.silent_s,
+        longest_step_s=message.longest_step_s,
+    )
 
 
 def _progress_to_proto(progress: Progress) -> jobs_pb2.Progress:

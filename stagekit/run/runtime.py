@@ -31,7 +31,7 @@ from stagekit.run.layout import Placement
 from stagekit.run.norm import squares_of, zero_squares
 from stagekit.run.opening import Call, Opening, Openings
 from stagekit.run.stage import StageRunner, written_states
-from stagekit.run.stats import ActionHook
+from stagekit.run.stats import ActionHook, Recorder
 from stagekit.run.synced import Meetings, SyncedStageRunner, synced_channels
 from stagekit.run.wrapped import WholeCopy, is_sharded, parallelized, reducer_of
 
@@ -478,6 +478,17 @@ class Run:
     def executor(self) -> Executor:
         """Timings, counters and buffers of training steps; there is none before the first."""
         return self._lane.executor
+
+    @property
+    def recorders(self) -> list[Recorder]:
+        """Times of the actions of steps and of evaluations, as they are written; for whoever watches from another thread."""
+        lanes = (self._lane, self._evaluation)
+        return [lane.executor.recorder for lane in lanes if lane is not None and lane.is_prepared]
+
+    @property
+    def meets_replicas(self) -> bool:
+        """Whether ranks of other replicas may be waited for within a forward or a backward."""
+        return bool(self._parallelized) or any(isinstance(each, SyncedStageRunner) for each in self._runners.values())
 
     @property
     def chunk_targets(self) -> list[Any]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import stagekit
 from piped.worker.link import Link
 from piped.worker.observe import Observer
+from piped.worker.position import Position
 from stagekit.examples.gpt import GPT
 from stagekit.plan.lowering import routes_of
 from stagekit.plan.timeline import simulate
@@ -88,7 +89,8 @@ def observe(ours: Ours, folder: Path) -> None:
 
     threading.Thread(target=drain, daemon=True).start()
     spec = {"train": {"steps": -1}, "observe": {"trace_steps": []}}
-    observer = Observer(Link(here.detach()), ours.run, folder, spec, expected={"bubble": 0.0, "step_s": 0.0})
+    link, expected = Link(here.detach()), {"bubble": 0.0, "step_s": 0.0}
+    observer = Observer(link, ours.run, folder, spec, expected=expected, position=Position(link, ours.run))
 
     def after_step(result: StepResult, step_s: float) -> None:
         observer.after_step(ours.run.step_number, result, step_s=step_s, optimizer_s=0.0)

@@ -29,6 +29,7 @@ from piped.coordinator.artifacts import ArtifactFiles, ArtifactService
 from piped.coordinator.bulk import BulkLinks
 from piped.coordinator.cluster import ClusterService
 from piped.coordinator.engine import Engine
+from piped.coordinator.hangs import HangWatch
 from piped.coordinator.http import FleetCollector, HttpSide
 from piped.coordinator.progress import ProgressBoard
 from piped.coordinator.services import JobService
@@ -91,6 +92,7 @@ class Coordinator:
         self._closing = Closing()
         self._is_open = False  # everything is bound, and nothing is ending
         self._engine = Engine(state, store)
+        self._hangs = HangWatch(self._engine)
         self._nodes, board, bulk = self._build_nodes(state)
         self._http = HttpSide(self._engine, self._why_not_ready)
         version = importlib.metadata.version("pipectl")
@@ -108,7 +110,7 @@ class Coordinator:
         started_s = boottime_s()
         cadence = liveness.Cadence(config.beat_s, config.lease_ttl_s)
         leases = liveness.Leases(cadence, last_tick_s=started_s, not_before_s=started_s + grace_s)
-        nodes = NodeService(self._engine, board, bulk, leases)
+        nodes = NodeService(self._engine, board, bulk, leases, self._hangs)
         self._engine.links = nodes
         return nodes, board, bulk
 
@@ -126,6 +128,7 @@ class Coordinator:
                 await self._engine.post(started)
                 await self._open(opened)
                 running.append(tasks.create_task(self._nodes.tick_leases(), name="leases"))
+                running.append(tasks.create_task(self._hangs.run(), name="hangs"))
                 running.append(tasks.create_task(_feed_watchdog(), name="watchdog"))
                 self._is_open = True
                 await self._tell_health()

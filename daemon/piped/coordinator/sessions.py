@@ -20,6 +20,7 @@ from pipeapi.v1 import nodes_pb2, nodes_pb2_grpc
 from piped import wire
 from piped.coordinator.bulk import BulkLinks
 from piped.coordinator.engine import Engine
+from piped.coordinator.hangs import HangWatch
 from piped.coordinator.links import LinkBoard
 from piped.coordinator.progress import ProgressBoard
 from piped.coordinator.pushes import Pushes
@@ -69,8 +70,8 @@ class OpenSession:
 class NodeService(nodes_pb2_grpc.NodeServiceServicer):
     """The servicer of both node streams, and the engine's `Links`."""
 
-    def __init__(self, engine: Engine, board: ProgressBoard, bulk: BulkLinks, leases: Leases) -> None:
-        self._engine, self._board, self._bulk, self._leases = engine, board, bulk, leases
+    def __init__(self, engine: Engine, board: ProgressBoard, bulk: BulkLinks, leases: Leases, hangs: HangWatch) -> None:
+        self._engine, self._board, self._bulk, self._leases, self._hangs = engine, board, bulk, leases, hangs
         self._small = leases.cadence  # of a fleet of no more than a thousand
         self.links = LinkBoard()
         self._pushes = Pushes(self.links)
@@ -196,7 +197,11 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
             attempt = self._engine.state.attempts.get(each.fence)
             if attempt is None or not attempt.is_on(each.rank, session.node_id):
                 continue
-            if self._board.update(each.fence, each.rank, wire.progress_from_proto(each.progress)):
+            if each.HasField("position"):
+                now_s = asyncio.get_running_loop().time()
+                self._hangs.note(each.fence, each.rank, wire.position_from_proto(each.position), now_s)
+            progress = wire.progress_from_proto(each.progress)
+            if each.HasField("progress") and self._board.update(each.fence, each.rank, progress):
                 self._engine.notify(attempt.job_id)
 
     async def _take_facts(self, session: OpenSession, report: nodes_pb2.FactReport) -> None:

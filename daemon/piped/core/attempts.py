@@ -143,6 +143,16 @@ def start_deadline_passed(draft: Draft, event: events.StartDeadlinePassed) -> st
     return reason
 
 
+def hang_found(draft: Draft, event: events.HangFound) -> str:
+    """Stop an attempt that stands still; the verdict is that of whoever saw where its ranks were."""
+    attempt = draft.attempts.get(event.fence)
+    if attempt is None or attempt.state is not _A.RUNNING:
+        return "the attempt does not run any more"
+    reason = f"{root_cause.HANG}: {event.failure.sentence}"
+    _stop(draft, replace(attempt, verdict=event.failure), _A.FAILED, reason, grace_s=0.0)
+    return reason
+
+
 def store_listened(draft: Draft, event: events.StoreListened) -> str:
     attempt = _of_node(draft, event.node_id, event.fence)
     if attempt is None or attempt.is_terminal or attempt.store_endpoint == event.endpoint:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piped.core.model import JobSpec, Slot, WorkerReport
+from piped.core.model import Failure, JobSpec, Slot, WorkerReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,14 @@ class StartDeadlinePassed:
 
 
 @dataclass(frozen=True, slots=True)
+class HangFound:
+    """The attempt stands still; `failure` says who keeps the others waiting."""
+
+    fence: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementDue:
     """Jobs, slots or nodes changed since the last look at the queue."""
 
@@ -278,6 +286,7 @@ Event = (
     | LeaseExpired
     | StoreRetried
     | StartDeadlinePassed
+    | HangFound
     | PlacementDue
     | Fact
 )

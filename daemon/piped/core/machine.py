@@ -34,6 +34,7 @@ RULES: dict[type, Rule] = {
     events.NodeDisconnected: nodes.disconnected,
     events.LeaseExpired: nodes.lease_expired,
     events.StartDeadlinePassed: attempts.start_deadline_passed,
+    events.HangFound: attempts.hang_found,
     events.PlacementDue: queue.place_queued,
     events.AttemptPrepared: attempts.prepared,
     events.PrepareRefused: attempts.refused,

@@ -5,6 +5,7 @@ Called whenever a fact reaches an attempt that stops because of a failure; the l
 rank outranks exceptions; 4 of the others the earliest by boot time if they share a host, else the one that victims
 point at, else a tie, which the text says; 5 only victims: the rank at the end of their pointing. A rank that was stopped
 before it reported is judged by what a victim quotes of it. A loss that is no number is every rank's: none is blamed.
+Who made an attempt hang is `hangs`'s to say, from where the ranks were before they were stopped.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from dataclasses import replace
 from piped.core.model import Attempt, Failure, FailureReason, Node, Worker, WorkerReport, WorkerState
 
 START_TIMEOUT = "start_timeout"  # the stop_trigger's first word when the start deadline passed
+HANG = "hang"  # the same when the ranks stood still
 
 
 def judge(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
     """Return the verdict on `attempt` as far as it is known now."""
+    if is_hang(attempt) and attempt.verdict is not None:  # `hangs` saw where the ranks were, their ends tell nothing
+        rank = attempt.verdict.rank
+        return replace(attempt.verdict, log_tail=attempt.workers[rank].log_tail) if rank >= 0 else attempt.verdict
     attempt = with_quotes(attempt)
     failed = [each for each in attempt.workers if each.has_failed and not _is_stopped(each)]
     lost = [each for each in failed if each.state is WorkerState.LOST]
@@ -34,6 +39,11 @@ def judge(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
     if attempt.stop_trigger.startswith(START_TIMEOUT):
         return _start_timeout(attempt, nodes)
     return _stopped_from_outside(attempt)
+
+
+def is_hang(attempt: Attempt) -> bool:
+    """Return whether it was stopped because its ranks stood still."""
+    return attempt.stop_trigger.startswith(f"{HANG}: ")
 
 
 def with_quotes(attempt: Attempt) -> Attempt:

@@ -60,6 +60,7 @@ class Attempt:
         self.exited: set[int] = set()
         self.told_grace_s: float | None = None
         self.progress: dict[int, dict[str, Any]] = {}
+        self.heard_s: dict[int, float] = {}  # when a running rank was last heard of; on the loop's clock
         self._passed: dict[int, str] = {}  # rank -> endpoint, over the current link
         self._book = book
         self._meter = meter
@@ -112,10 +113,10 @@ class Attempt:
                 message = {"type": "endpoint", "endpoint": endpoint}
                 self._say({"type": "forward", "rank": rank, "message": message})
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self, grace_s: float, *, dumps_stacks: bool = False) -> None:
         """Tell the shim to stop everything."""
         self.told_grace_s = grace_s
-        self._say({"type": "stop", "grace_s": grace_s})
+        self._say({"type": "stop", "grace_s": grace_s, "dumps_stacks": dumps_stacks})
 
     def dismiss(self) -> None:
         """Tell the shim to leave."""
@@ -156,6 +157,7 @@ class Attempt:
                     self._end_rank(rank, message)
                 else:
                     self.started.add(rank)
+                    self.heard_s.setdefault(rank, time.monotonic())
                     body = {"pid": message["pid"], "starttime": message["starttime"]}
                     self.report(rank, "spawned", body, message["boottime_ns"])
             case "worker":
@@ -169,10 +171,12 @@ class Attempt:
         self.shim = Shim.CONNECTED
         records = self.directory.exit_records()
         for number, state in message["ranks"].items():
+            self.heard_s.setdefault(int(number), time.monotonic())
             if state["state"] == "exited":  # the record says more; without one (full disk) the hello must do
                 self._end_rank(int(number), records.get(int(number)) or state)
 
     def _worker(self, rank: int, message: Message, at_ns: int) -> bool:
+        self.heard_s[rank] = time.monotonic()
         match message["type"]:
             case "metrics":
                 self._meter.take_samples(self.job_id, self.fence, rank, message["samples"])
@@ -193,6 +197,7 @@ class Attempt:
             return
         self.exited.add(rank)
         self.progress.pop(rank, None)
+        self.heard_s.pop(rank, None)
         names = ("code", "signal", "by_supervisor", "log_tail")
         body = {name: record[name] for name in names if record.get(name) is not None}
         self.report(rank, "exited", body, int(record.get("boottime_ns") or 0))

@@ -56,6 +56,7 @@ def _desired_attempt(item: nodes_pb2.DesiredAttempt) -> DesiredAttempt:
         grace_s=item.grace_s,
         stop_trigger=item.stop_trigger,
         peers=tuple(Peer(each.node_id, each.node_name, each.data_address, each.probe_address) for each in item.peers),
+        dumps_stacks=item.dump_stacks,
     )
 
 
@@ -82,8 +83,15 @@ def fact_key(message: nodes_pb2.FactKey) -> FactKey:
     return message.fence, rank, _FACT_NAMES.get(message.kind, "")
 
 
-def rank_progress(fence: int, rank: int, body: Mapping[str, Any]) -> nodes_pb2.RankProgress:
+def rank_progress(fence: int, rank: int, body: Mapping[str, Any], silent_s: float) -> nodes_pb2.RankProgress:
     """Return where a rank is. Anything that is no number counts as absent: a worker said it."""
+    message = nodes_pb2.RankProgress(fence=fence, rank=rank, position=_position(body, silent_s))
+    if body:
+        message.progress.CopyFrom(_progress(body))
+    return message
+
+
+def _progress(body: Mapping[str, Any]) -> jobs_pb2.Progress:
     progress = jobs_pb2.Progress()
     for name in ("step", "steps"):
         value = body.get(name)
@@ -93,7 +101,27 @@ def rank_progress(fence: int, rank: int, body: Mapping[str, Any]) -> nodes_pb2.R
         value = body.get(name)
         if isinstance(value, int | float) and (math.isfinite(value) or name == "loss"):
             setattr(progress, name, float(value))
-    return nodes_pb2.RankProgress(fence=fence, rank=rank, progress=progress)
+    return progress
+
+
+def _position(body: Mapping[str, Any], silent_s: float) -> nodes_pb2.Position:
+    waiting_on = body.get("waiting_on")
+    ranks = waiting_on if isinstance(waiting_on, list) else []
+    return nodes_pb2.Position(
+        step=int(_number(body, "step")),
+        section=str(body.get("section", ""))[:64],
+        action=str(body.get("action", ""))[:64],
+        waiting_on=[rank for rank in ranks if isinstance(rank, int) and 0 <= rank < 1 << 31],
+        waiting_on_all=waiting_on == "all",
+        age_s=_number(body, "age_s"),
+        longest_step_s=_number(body, "longest_step_s"),
+        silent_s=silent_s,
+    )
+
+
+def _number(body: Mapping[str, Any], name: str) -> float:
+    value = body.get(name)
+    return value if isinstance(value, int | float) and 0 <= value < 1 << 62 else 0
 
 
 def edge_message(edge: Edge) -> nodes_pb2.Edge:

@@ -77,6 +77,7 @@ class DesiredAttempt:
     grace_s: float = 0.0
     stop_trigger: str = ""
     peers: tuple[Peer, ...] = ()  # every node of the attempt, while it is prepared
+    dumps_stacks: bool = False
 
     def ranks_on(self, node_id: str) -> tuple[RankPlacement, ...]:
         """Return the ranks that belong to node `node_id`."""
@@ -175,6 +176,7 @@ class StopRanks:
     fence: int
     grace_s: float
     trigger: str
+    dumps_stacks: bool = False  # every rank first writes its stacks into its log
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def _stop(attempt: DesiredAttempt, seen: Observed) -> list[Action]:
         case Shim.STARTING:
             return [Abandon(fence)]
         case Shim.CONNECTED if seen.told_grace_s is None or attempt.grace_s < seen.told_grace_s:
-            stop = StopRanks(fence, attempt.grace_s, attempt.stop_trigger)
+            stop = StopRanks(fence, attempt.grace_s, attempt.stop_trigger, attempt.dumps_stacks)
             return [stop] if seen.started else [stop, Dismiss(fence)]  # no exit will follow that could ask for it
         case Shim.CONNECTED if not seen.started:
             return [Dismiss(fence)]

@@ -140,11 +140,11 @@ class Supervisor:
         """Return every attempt that is not closed."""
         return {fence: attempt.observed() for fence, attempt in self._attempts.items()}
 
-    def progress(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield (fence, rank, progress) of every running rank that said something."""
+    def progress(self, now_s: float) -> Iterator[tuple[int, int, dict[str, Any], float]]:
+        """Yield (fence, rank, progress, seconds since anything was heard of it) of every running rank."""
         for fence, attempt in self._attempts.items():
-            for rank, body in attempt.progress.items():
-                yield fence, rank, body
+            for rank, heard_s in attempt.heard_s.items():
+                yield fence, rank, attempt.progress.get(rank, {}), max(0.0, now_s - heard_s)
 
     async def stop_all(self, grace_s: float) -> None:
         """Stop every worker and wait until its shim left; for a daemon that takes its workers with it."""
@@ -193,9 +193,9 @@ class Supervisor:
                 self._attempts[desired.fence].start_ranks(desired, ranks, self._place)
             case PassEndpoint(fence, ranks, endpoint):
                 self._attempts[fence].pass_endpoint(ranks, endpoint)
-            case StopRanks(fence, grace_s, trigger):
+            case StopRanks(fence, grace_s, trigger, dumps_stacks):
                 log.info("attempt_stopping", fence=fence, grace_s=grace_s, trigger=trigger)
-                self._attempts[fence].stop(grace_s)
+                self._attempts[fence].stop(grace_s, dumps_stacks=dumps_stacks)
             case Dismiss(fence):
                 self._attempts[fence].dismiss()
             case Report(fence, rank, kind):
@@ -295,6 +295,7 @@ class Supervisor:
         except Exception:  # Note [one attempt's trouble]: without its records its ranks count as lost
             log.exception("records_unreadable", fence=attempt.fence, job_id=attempt.job_id)
         attempt.progress.clear()
+        attempt.heard_s.clear()
         attempt.shim = Shim.GONE
         log.info("shim_gone", fence=attempt.fence, job_id=attempt.job_id)
 

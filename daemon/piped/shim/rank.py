@@ -21,6 +21,7 @@ from piped.shim import records, system
 from piped.shim.environment import worker_environment
 from piped.shim.logfile import LogFile
 
+DUMP_SIGNAL = signal.SIGQUIT  # the worker has faulthandler answer it (piped.worker.main)
 DRAIN_S = 0.5  # how long after its end a worker's output may still arrive, e.g. from a child that kept the pipe
 _CHUNK_BYTES = 64 << 10
 _CANNOT_START = 127  # as a shell says it
@@ -170,6 +171,14 @@ class Rank:
         self.log(f"piped shim: the worker {reason}\n".encode())
         self.close_channel()
         self.kill()
+
+    def dump_stacks(self) -> None:
+        """Have a worker that will be killed write its stacks into its log; one that is stopped can't."""
+        if self._stopped_with is None:
+            self._stopped_with = signal.SIGKILL
+            if self.pid and self.ended is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.pid, DUMP_SIGNAL)
 
     def stop(self, number: signal.Signals) -> None:
         """Begin to end the worker, once: SIGTERM asks, SIGKILL (which `kill` repeats) does not."""

@@ -26,6 +26,7 @@ from piped.shim.rank import Ended, Rank
 
 _EXIT_GRACE_S = 10.0  # at a SIGTERM to the shim itself, i.e. when the machine goes down
 _SWEEP_S = 0.05
+_DUMP_S = 0.2
 # What a worker may say (piped.lines); a closed set, since the outbox keeps one message of each.
 _WORKER_TYPES = frozenset({"store", "joined", "plan", "progress", "beat", "metrics", "failed", "done"})
 
@@ -141,7 +142,7 @@ class Supervisor:
             case "forward":
                 self._forward(int(message["rank"]), message["message"])
             case "stop":
-                self._stop(float(message["grace_s"]))
+                self._stop(float(message["grace_s"]), dumps_stacks=bool(message.get("dumps_stacks")))
             case "ack":
                 for rank, kind in message["keys"]:
                     self._outbox.acknowledge(int(rank), str(kind))
@@ -179,11 +180,15 @@ class Supervisor:
             self._forwarded[key] = message
             rank.send(message)
 
-    def _stop(self, grace_s: float) -> None:
+    def _stop(self, grace_s: float, *, dumps_stacks: bool = False) -> None:
         self._is_stopping = True
         now_s = time.monotonic()
         for rank in self._running():
-            rank.stop(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
+            if dumps_stacks:
+                rank.dump_stacks()
+            else:
+                rank.stop(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
+        grace_s = max(grace_s, _DUMP_S) if dumps_stacks else grace_s
         self._kill_at_s = min(self._kill_at_s or now_s + grace_s, now_s + grace_s) if self._running() else None
         self._on_time()
 

@@ -75,10 +75,15 @@ def environment_value(pid: int, name: str) -> str | None:
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
-    """Send a signal to process group `pid` and to `pid` itself, which may have left its group."""
-    for send in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            send(pid, number)
+    """Send a signal to process group `pid`, and to `pid` itself if it has left its group.
+
+    Never twice to one: the second would meet a worker whose interpreter, on its way out, has given up its handler.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) != pid:
+            os.kill(pid, number)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
 
 
 def listen_in(directory: Path, name: str) -> socket.socket:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
@@ -28,6 +29,7 @@ def main() -> int:
     """Run the rank that the shim assigns; return the exit status."""
     _die_with_parent(os.getppid())
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.register(signal.SIGQUIT, all_threads=True)  # its handler needs no lock of the interpreter
     link = Link.from_environment(on_gone=lambda: os._exit(1))  # a shim that died before the request for its signal
     try:
         assignment = link.receive("assign")

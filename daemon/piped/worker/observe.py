@@ -19,6 +19,7 @@ import structlog
 from piped.metrics import DIRECTIONS, PHASES, WAYS
 from piped.worker.histograms import Samples
 from piped.worker.link import Link
+from piped.worker.position import ALL, HOOK, STEP, Position
 from stagekit.plan.actions import COMPUTE, Op
 from stagekit.plan.plan import Plan
 from stagekit.run.lane import StepResult
@@ -43,9 +44,16 @@ class Observer:
     """
 
     def __init__(
-        self, link: Link, run: Run, folder: Path, spec: Mapping[str, Any], *, expected: dict[str, float]
+        self,
+        link: Link,
+        run: Run,
+        folder: Path,
+        spec: Mapping[str, Any],
+        *,
+        expected: dict[str, float],
+        position: Position,
     ) -> None:
-        self._link, self._run, self._folder = link, run, folder
+        self._link, self._run, self._folder, self._position = link, run, folder, position
         self._steps, self._trace_steps = int(spec["train"]["steps"]), frozenset(spec["observe"]["trace_steps"])
         self.samples = Samples()
         self.is_reporter = run.replica == 0 and run.rank == run.placement.last_rank
@@ -128,7 +136,6 @@ class Observer:
         now = monotonic()
         if now - self._sent_at >= REPORT_EVERY_S or step == self._steps:
             self._sent_at = now
-            self._link.send("beat", step=step, action="", section="step")
             if self.is_reporter:
                 told = {name: metrics[name] for name in ("loss", "step_s", "tokens_per_s")}
                 self._link.send("progress", step=step, steps=self._steps, **told)
@@ -212,9 +219,13 @@ class Observer:
         """
         if not hasattr(program, "on_step"):
             return False
-        stop = self.is_reporter and bool(program.on_step(step - 1, metrics))
-        if not self._run.groups.any_of_world(stop):
-            return False
+        stop = False
+        if self.is_reporter:
+            with self._position.inside(HOOK):
+                stop = bool(program.on_step(step - 1, metrics))
+        with self._position.inside(STEP, ALL):
+            if not self._run.groups.any_of_world(stop):
+                return False
         log.info("stopped_by_program", step=step)
         return True
 

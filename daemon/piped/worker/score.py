@@ -14,6 +14,7 @@ import structlog
 
 from piped.worker.assignment import Assignment
 from piped.worker.observe import Observer
+from piped.worker.position import DATA, HOOK, Position
 from stagekit.errors import UserError
 from stagekit.load import check_batch
 from stagekit.program import Batch
@@ -25,8 +26,9 @@ log = structlog.get_logger()
 class Scoring:
     """Batches of one rank, one after the other. `step` counts those that are done."""
 
-    def __init__(self, job: Assignment, program: Any, run: Run, observer: Observer) -> None:
+    def __init__(self, job: Assignment, program: Any, run: Run, observer: Observer, position: Position) -> None:
         self._job, self._program, self._run, self._observer = job, program, run, observer
+        self._position = position
         program.replica = run.replica
         self._batches: Iterator[Batch] | None = None  # on the rank of the first stage: data travels from there
         if job.pipeline_rank == 0:
@@ -36,7 +38,10 @@ class Scoring:
     def run_steps(self) -> None:
         """Score until the data ends, the job's steps are done or the program's `on_step` says stop."""
         while self.step < int(self._job.spec["train"]["steps"]):
+            self._position.begin_step()
+            self._position.enter(DATA)
             batch = None if self._batches is None else next(self._batches, None)
+            self._position.begin_batch()
             have = self._run.groups.replicas_that(batch is not None)
             if not any(have) and self.step:
                 log.info("batches_ended", step=self.step)
@@ -44,6 +49,7 @@ class Scoring:
             if not all(have) and not self.step:
                 raise UserError(f"batches() of replica {have.index(False)} yielded nothing; each replica needs a batch")
             metrics = self.run_step(batch, have)
+            self._position.end_step()
             if self._observer.is_stopped(self._program, self.step, metrics):
                 return
 
@@ -59,7 +65,8 @@ class Scoring:
                 result = run.step(*args, target=target, **kwargs)
         scored = perf_counter()
         if have[run.replica] and run.rank == run.placement.last_rank:
-            self._program.collect(result.output)
+            with self._position.inside(HOOK):
+                self._program.collect(result.output)
         self.step, self.loss = self.step + 1, result.loss
         if not have[run.replica]:
             return observer.after_pass(self.step, step_s=scored - started)

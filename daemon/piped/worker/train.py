@@ -25,6 +25,7 @@ import torch.distributed as dist
 from piped.worker.assignment import Assignment
 from piped.worker.link import Link
 from piped.worker.observe import Observer, plan_summary
+from piped.worker.position import DATA, EVAL, SAVE, UPDATE, Position
 from piped.worker.score import Scoring
 from piped.worker.update import Update
 from stagekit.api import Pipeline, capture_model, plan_pipeline
@@ -69,6 +70,7 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
     """Run the whole job on this rank; return the fields of its `done` message. Raises TrainingError."""
     run: Run | None = None
     work: Training | Scoring | None = None
+    position: Position | None = None
     try:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         keep_freed_memory()
@@ -82,14 +84,16 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
         if job.checkpoint_dir is not None:
             checkpoint.prove_shared(job.checkpoint_dir, job.fence, job.rank, _shard_ranks(run), run.groups.barrier)
         expected = json.loads(store.get("expected"))
-        observer = Observer(link, run, job.folder, job.spec, expected=expected)
-        work = (Training if run.plan.trains else Scoring)(job, program, run, observer)
+        position = Position(link, run)
+        observer = Observer(link, run, job.folder, job.spec, expected=expected, position=position)
+        work = (Training if run.plan.trains else Scoring)(job, program, run, observer, position)
         gc.collect()
         gc.freeze()  # what is there now stays: a full collection during a step need not look at it
         gc.enable()
         link.send("joined")
         log.info("worker_joined", rank=job.rank, stages=list(run.own_stages))
         work.run_steps()
+        position.enter(SAVE)
         check_replicas(run)
         save(job, run, work.step)
         observer.send_metrics()
@@ -100,6 +104,8 @@ def train(message: dict[str, Any], link: Link) -> dict[str, Any]:
     except Exception as error:
         raise TrainingError(work.step if work else -1, run) from error
     finally:
+        if position is not None:
+            position.close()
         if run is not None:
             run.close()  # so that no thread of this rank asks a store whose rank ends first
 
@@ -229,9 +235,10 @@ def tell_backends(job: Assignment, run: Run, store: Any, link: Link) -> None:
 class Training:
     """The loop of one rank: data, pipeline, update of the weights, report. `step` counts finished steps."""
 
-    def __init__(self, job: Assignment, program: Any, run: Run, observer: Observer) -> None:
+    def __init__(self, job: Assignment, program: Any, run: Run, observer: Observer, position: Position) -> None:
         self._job, self._program, self._run, self._observer = job, program, run, observer
-        self._update = Update(job.spec["train"], program, run)
+        self._position = position
+        self._update = Update(job.spec["train"], program, run, position)
         self._accumulate = int(job.spec["train"]["accumulate"])
         self._batches: Iterator[Batch] | None = None  # on the rank of the first stage: data travels from there
         if job.pipeline_rank == 0:
@@ -243,21 +250,25 @@ class Training:
         for _ in range(int(self._job.spec["train"]["steps"])):
             metrics = self.run_step()
             if (every := self._job.spec["train"]["eval_every"]) and self.step % every == 0:
-                metrics |= self.evaluate()
+                with self._position.inside(EVAL):
+                    metrics |= self.evaluate()
             if self._observer.is_stopped(self._program, self.step, metrics):
                 return
 
     def run_step(self) -> dict[str, float]:
         """Run one step; return what `on_step` gets. Raises NumericError before a broken loss is reported or saved."""
         observer, number, spec = self._observer, self.step, self._job.spec
+        self._position.begin_step()
         with observer.tracing(number):
             result, computing_s = self._run_batches()
+        self._position.enter(UPDATE)
         optimizing = perf_counter()
         optimizer_s = self._update.apply(number)
         ended = perf_counter()
         if not math.isfinite(self.loss):
             raise NumericError(f"the loss is {self.loss} in step {number}; lower the learning rate or clip gradients")
         self.step += 1
+        self._position.end_step()
         step_s = computing_s + ended - optimizing
         metrics = observer.after_step(self.step, result, step_s=step_s, optimizer_s=optimizer_s, loss=self.loss)
         if observer.is_reporter and (self.step % spec["train"]["log_every"] == 0 or self.step == 1):
@@ -273,7 +284,9 @@ class Training:
         run, observer, total, seconds = self._run, self._observer, 0.0, 0.0
         self._update.begin()
         for left in reversed(range(self._accumulate)):
+            self._position.enter(DATA)
             batch = _next(self._batches, self.step) if self._batches is not None else None
+            self._position.begin_batch()
             started = perf_counter()
             with run.no_sync() if left else nullcontext():
                 result = run.step(*batch.args, target=batch.target, **batch.kwargs) if batch is not None else run.step()

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 import torch
 
+from piped.worker.position import ALL, CLIP, Position
 from stagekit.errors import UserError
 from stagekit.graph.capture.precision import FP16
 from stagekit.run.runtime import Run
@@ -24,8 +25,9 @@ log = structlog.get_logger()
 class Update:
     """The optimizer side of one rank's stages; None of it where they train nothing."""
 
-    def __init__(self, train: Mapping[str, Any], program: Any, run: Run) -> None:
+    def __init__(self, train: Mapping[str, Any], program: Any, run: Run, position: Position) -> None:
         """`train`: that section of the job. Raises UserError for what is no optimizer."""
+        self._position = position
         self._run, self._limit, self._accumulate = run, train["clip_grad_norm"], int(train["accumulate"])
         parameters = [(name, p) for name, p in run.named_parameters() if p.requires_grad]
         self._optimizer: torch.optim.Optimizer | None = program.optimizer(parameters) if parameters else None
@@ -43,8 +45,9 @@ class Update:
     def apply(self, number: int) -> float:
         """Use up the gradients of step `number`; return the seconds of the optimizer and the scheduler alone."""
         if self._limit is not None:
-            self._unscale()
-            self._run.clip_grad_norm_(self._limit)
+            with self._position.inside(CLIP, ALL):
+                self._unscale()
+                self._run.clip_grad_norm_(self._limit)
         started = perf_counter()
         is_skipped = self._step()
         if self._optimizer is not None:

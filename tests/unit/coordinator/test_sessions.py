@@ -11,6 +11,7 @@ import grpc
 from pipeapi.v1 import cluster_pb2, nodes_pb2, nodes_pb2_grpc
 from piped.coordinator.bulk import BulkLinks
 from piped.coordinator.engine import Engine
+from piped.coordinator.hangs import HangWatch
 from piped.coordinator.progress import ProgressBoard
 from piped.coordinator.sessions import NodeService
 from piped.core.liveness import Cadence, Leases
@@ -36,7 +37,7 @@ async def served():
     disk = SlowDisk()
     engine = Engine(State("c1", epoch=1), disk)
     leases = Leases(Cadence(1.0, 60.0), last_tick_s=0.0, not_before_s=0.0)
-    service = engine.links = NodeService(engine, ProgressBoard(), BulkLinks(), leases)
+    service = engine.links = NodeService(engine, ProgressBoard(), BulkLinks(), leases, HangWatch(engine))
     server = grpc.aio.server()
     nodes_pb2_grpc.add_NodeServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")

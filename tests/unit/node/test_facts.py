@@ -45,6 +45,22 @@ def test_a_body_that_does_not_fit_is_named() -> None:
 
 
 def test_progress_that_is_no_number_counts_as_absent() -> None:
-    progress = convert.rank_progress(7, 0, {"step": 3, "loss": float("nan"), "step_s": "x", "steps": -1}).progress
+    progress = convert.rank_progress(7, 0, {"step": 3, "loss": float("nan"), "step_s": "x", "steps": -1}, 0.0).progress
     assert progress.step == 3 and progress.loss != progress.loss
     assert (progress.step_s, progress.steps) == (0.0, 0)
+
+
+def test_where_a_rank_is_travels_and_what_is_no_position_does_not() -> None:
+    beat = {
+        "step": 3,
+        "section": "step",
+        "action": "1F2",
+        "waiting_on": [0, -1, "x"],
+        "age_s": 2.5,
+        "longest_step_s": "x",
+    }
+    position = convert.rank_progress(7, 0, beat, 1.5).position
+    assert (position.step, position.section, position.action, position.silent_s) == (3, "step", "1F2", 1.5)
+    assert (list(position.waiting_on), position.age_s, position.longest_step_s) == ([0], 2.5, 0.0)
+    assert convert.rank_progress(7, 0, {"waiting_on": "all"}, 0.0).position.waiting_on_all
+    assert not convert.rank_progress(7, 0, {}, 9.0).HasField("progress"), "it has said nothing yet"

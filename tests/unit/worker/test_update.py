@@ -1,5 +1,7 @@
 """What a worker does with a step's gradients: one optimizer step, or none where half precision overflowed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,13 @@ from stagekit.testing import ChainSource
 
 WIDTH, RATE = 4, 0.5
 TRAIN = {"clip_grad_norm": None, "accumulate": 1, "precision": "fp32"}
+
+
+class Anywhere:
+    """A position that nobody asks for."""
+
+    def inside(self, section, waiting_on):
+        return nullcontext()
 
 
 class Program:
@@ -46,7 +55,7 @@ def stepped(run, update, number=0, *, overflow=False):
 
 
 def test_a_gradient_that_overflowed_skips_optimizer_and_scheduler_and_halves_the_scale(run):
-    update = Update({**TRAIN, "precision": "fp16", "clip_grad_norm": 1.0}, Program(), run)
+    update = Update({**TRAIN, "precision": "fp16", "clip_grad_norm": 1.0}, Program(), run, Anywhere())
     change, _ = stepped(run, update, overflow=True)
     assert not change.any()
     assert update.facts() == {"loss_scale": 32768.0}
@@ -60,7 +69,7 @@ def test_a_gradient_that_overflowed_skips_optimizer_and_scheduler_and_halves_the
 def test_gradients_of_several_batches_are_those_of_their_mean_loss(run):
     gradients = []
     for accumulate in (1, 4):
-        Update({**TRAIN, "accumulate": accumulate}, Program(), run).begin()
+        Update({**TRAIN, "accumulate": accumulate}, Program(), run, Anywhere()).begin()
         run.step(torch.ones(2, WIDTH), target=torch.zeros(2, WIDTH))
         gradients.append(dict(run.named_parameters())["0.weight"].grad.clone())
         run.zero_grad()
@@ -68,7 +77,7 @@ def test_gradients_of_several_batches_are_those_of_their_mean_loss(run):
 
 
 def test_gradients_that_no_optimizer_takes_do_not_stay(run):
-    stepped(run, Update(TRAIN, Program(), run))
+    stepped(run, Update(TRAIN, Program(), run, Anywhere()))
     assert all(parameter.grad is None for parameter in run.parameters())
 
 
@@ -78,4 +87,4 @@ def test_what_is_no_optimizer_is_refused(run):
             super().optimizer(named_parameters)
 
     with pytest.raises(Exception, match=r"optimizer\(\) returned None"):
-        Update(TRAIN, Forgets(), run)
+        Update(TRAIN, Forgets(), run, Anywhere())
