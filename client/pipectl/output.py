@@ -62,8 +62,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """Return a message as plain values under its proto names."""
-    return json_format.MessageToDict(message, preserving_proto_field_name=True)
+    """Return a message as plain values under its proto names; 0, false and empty ones are there, too."""
+    return json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
 
 
 def dump(messages: Sequence[Message], form: str, *, single: bool) -> None:
@@ -134,11 +136,20 @@ def size(num_bytes: int) -> str:
     raise AssertionError
 
 
+def num_steps(job: jobs_pb2.Job) -> int:
+    """Return how many steps the newest attempt has finished, as far as anything tells."""
+    failed_in = job.failure.step if job.HasField("failure") else 0
+    return max(int(job.progress.step), int(failed_in), 0)
+
+
 def progress_line(job: jobs_pb2.Job) -> str:
     """Return one line that says where a job is."""
     name = state_name(job)
-    if job.state in (jobs_pb2.JOB_STATE_QUEUED, jobs_pb2.JOB_STATE_HELD):
-        return f"{name}: {safe(job.pending_reason)}" if job.pending_reason else name
+    if job.state == jobs_pb2.JOB_STATE_BACKOFF:
+        left_s = max(0.0, job.retry_at.ToNanoseconds() / 1e9 - datetime.now(UTC).timestamp())
+        name = f"{name}, attempt {job.attempt + 1} in {left_s:.0f}s"
+    if job.pending_reason:
+        return f"{name}: {safe(job.pending_reason)}"
     progress = job.progress
     if progress.step:
         speed = f", {progress.tokens_per_s / 1000:.1f}k tokens/s" if progress.tokens_per_s else ""

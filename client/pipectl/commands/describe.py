@@ -49,7 +49,7 @@ def show(job: jobs_pb2.Job) -> None:
         ("Job", job.job_id),
         ("Name", job.name),
         ("State", output.progress_line(job)),
-        ("Attempt", f"{job.attempt} (fence {job.fence})" if job.attempt else "none yet"),
+        ("Attempt", _attempt(job)),
         ("Program", job.spec.program),
         (
             "Pipeline",
@@ -76,6 +76,12 @@ def show(job: jobs_pb2.Job) -> None:
         _show_stages(job.plan)
     if job.HasField("failure"):
         click.echo(f"\nFailure:   {output.failure_text(job)}")
+
+
+def _attempt(job: jobs_pb2.Job) -> str:
+    """Return which attempt it is, and how many of its restarts are used."""
+    told = f"{job.attempt} (fence {job.fence})" if job.attempt else "none yet"
+    return f"{told}, {job.restarts_used} of {job.spec.restarts} restarts used" if job.spec.restarts else told
 
 
 def show_report(report: jobs_pb2.FailureReportResponse) -> None:

@@ -49,7 +49,7 @@ def _job_row(job: jobs_pb2.Job, *, wide: bool) -> list[object]:
         job.job_id,
         job.name,
         output.state_name(job),
-        f"{progress.step}/{job.spec.train.steps}",
+        f"{output.num_steps(job)}/{job.spec.train.steps}",
         f"{progress.loss:.4f}" if progress.step and not isnan(progress.loss) else "-",
         job.attempt,
         output.age(job.submitted_at),

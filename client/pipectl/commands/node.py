@@ -70,7 +70,7 @@ def drain(coordinator: str | None, node: str, deadline: str, detach: bool, why: 
 def forget(coordinator: str | None, node: str, why: str) -> None:
     """Free the slots of NODE, which is LOST and will not come back.
 
-    Ranks that ran there count as lost, so their jobs fail. Never forget a node that may still run something: its workers
+    Ranks that ran there count as lost, so their jobs start anew elsewhere. Never forget a node that may still run something: its workers
     would go on unseen. If it comes back all the same, they are stopped.
     """
     api = Coordinator(coordinator_address(coordinator))

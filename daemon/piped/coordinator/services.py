@@ -138,9 +138,6 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
                     shown_fence = attempt.fence
                     async for each in self._logs(attempt, request):
                         yield each
-                    attempt = self._engine.state.attempts[shown_fence]
-                    if attempt.outcome not in (AttemptState.ABORTED, AttemptState.PREEMPTED):
-                        return
                 elif not request.follow or job.is_terminal:
                     return
                 else:

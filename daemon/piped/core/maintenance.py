@@ -16,10 +16,11 @@ from piped.errors import NotFoundError, WrongStateError
 
 
 def cordon(draft: Draft, event: events.CordonRequested) -> str:
-    """Give the node no new work."""
+    """Give the node no new work. The newest reason counts; the log keeps the one before."""
     node = _node(draft, event.node_id)
     draft.put_node(replace(node, cordon=Cordon(event.who, event.why, draft.now_s)))
-    draft.record("node_cordoned", _told(event.who, event.why), node_name=node.node_name)
+    before = f" (before: {_told(node.cordon.who, node.cordon.why)})" if node.cordon is not None else ""
+    draft.record("node_cordoned", _told(event.who, event.why) + before, node_name=node.node_name)
     draft.place_queued()  # reasons to wait change
     return "cordoned"
 
@@ -75,8 +76,7 @@ def drain_deadline_passed(draft: Draft, event: events.DrainDeadlinePassed) -> st
 
 
 def forget(draft: Draft, event: events.ForgetRequested) -> str:
-    """Free the slots of a LOST node; ranks that had not ended are gone, and their jobs fail for it. One that was being
-    preempted goes back to the queue. Ends a drain.
+    """Free the slots of a LOST node; ranks that had not ended are gone, and their jobs start anew. Ends a drain.
 
     Raises WrongStateError for a node that may still be there. If it comes back all the same, its attempts hold its slots
     again until it has stopped them.

@@ -99,13 +99,16 @@ def test_a_failing_worker_ends_the_job_with_the_first_failing_rank_not_its_victi
     asyncio.run(scenario())
 
 
-def test_a_node_that_cannot_prepare_sends_the_job_back_and_the_third_time_fails_it(served: Served) -> None:
+def test_a_job_that_its_only_node_refuses_waits_in_backoff_and_fails_with_the_reason_the_third_time(served: Served) -> None:
     async def scenario() -> None:
         async with (
             served() as (coordinator, client),
             ScriptedNode(coordinator.address, "n1", refuses="no space left").running() as node,
         ):
             job_id = (await client.submit(spec())).job_id
+            waiting = await client.until_state(job_id, "BACKOFF")
+            assert (waiting.attempt, waiting.HasField("retry_at")) == (2, True)
+            assert "no space left" in waiting.pending_reason
             job = await client.until_state(job_id, "FAILED")
             assert job.failure.reason == jobs_pb2.FAILURE_REASON_INFRA
             assert "no space left" in job.failure.message

@@ -9,7 +9,7 @@ import grpc
 
 from pipeapi.v1 import cluster_pb2, jobs_pb2
 from tests.integration.coordinator.conftest import Served
-from tests.integration.coordinator.scripted import ScriptedNode, spec, until
+from tests.integration.coordinator.scripted import DEADLINE_S, Client, ScriptedNode, spec, until
 
 READY, LOST = cluster_pb2.NODE_STATE_READY, cluster_pb2.NODE_STATE_LOST
 
@@ -42,7 +42,7 @@ def test_a_silent_node_is_lost_after_its_lease_and_keeps_its_job_when_it_returns
     asyncio.run(scenario())
 
 
-def test_a_node_that_lost_its_workers_fails_the_job_as_node_lost(served: Served) -> None:
+def test_a_job_whose_node_lost_its_workers_is_started_anew_and_its_first_attempt_has_failed_as_node_lost(served: Served) -> None:
     async def scenario() -> None:
         async with served(lease_ttl_s=0.6) as (coordinator, client):
             async with ScriptedNode(coordinator.address, "n1").running():
@@ -53,11 +53,21 @@ def test_a_node_that_lost_its_workers_fails_the_job_as_node_lost(served: Served)
                 return (await client.nodes())["n1"].state == LOST
 
             await until(is_lost, "the node is lost", 5.0)
-            async with ScriptedNode(coordinator.address, "n1", host_key="rebooted").running():
-                failure = (await client.until_state(job_id, "FAILED")).failure
+            async with ScriptedNode(coordinator.address, "n1", host_key="rebooted").running() as node:
+                job = await until(lambda: reached(client, job_id, 2), "it runs anew")
+                first = jobs_pb2.FailureReportRequest(job=job_id, attempt=1)
+                failure = (await client.jobs.FailureReport(first, timeout=DEADLINE_S)).failure
                 assert (failure.reason, failure.node_name) == (jobs_pb2.FAILURE_REASON_NODE_LOST, "n1")
+                node.finish(job.fence)
+                assert (await client.until_state(job_id, "SUCCEEDED")).restarts_used == 0
 
     asyncio.run(scenario())
+
+
+async def reached(client: Client, job_id: str, attempt: int) -> jobs_pb2.Job | None:
+    """Return the job if that attempt of it runs."""
+    job = await client.job(job_id)
+    return job if (job.attempt, job.state) == (attempt, jobs_pb2.JOB_STATE_RUNNING) else None
 
 
 def test_cancel_ends_a_job_whose_node_is_lost_and_the_slots_wait_for_the_node(served: Served) -> None:

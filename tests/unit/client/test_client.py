@@ -1,7 +1,10 @@
 """pipectl without a coordinator: help, errors, pictures, and what it must not import."""
 
+import json
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -132,6 +135,27 @@ def test_a_failure_names_its_rank_once():
     )
     job = jobs_pb2.Job(state=jobs_pb2.JOB_STATE_FAILED, failure=failure)
     assert output.failure_text(job) == "SIGNALLED: rank 1 (stages [1]) on n1: killed by signal 9"
+
+
+def test_a_job_in_backoff_tells_which_attempt_comes_when_and_why():
+    job = jobs_pb2.Job(state=jobs_pb2.JOB_STATE_BACKOFF, attempt=2, pending_reason="attempt 2 failed: rank 0 on n1: x")
+    job.retry_at.FromSeconds(int(time.time()) + 30)
+    line = output.progress_line(job)
+    assert re.fullmatch(r"BACKOFF, attempt 3 in (29|30)s: attempt 2 failed: rank 0 on n1: x", line), line
+
+
+def test_a_failed_job_is_listed_at_the_step_that_it_failed_in_though_nobody_reports_progress_any_more():
+    job = jobs_pb2.Job(state=jobs_pb2.JOB_STATE_FAILED, failure=jobs_pb2.Failure(step=2))
+    assert output.num_steps(job) == 2
+    job.progress.step = 3
+    assert output.num_steps(job) == 3
+    assert output.num_steps(jobs_pb2.Job(failure=jobs_pb2.Failure(step=-1))) == 0
+
+
+def test_json_shows_what_is_zero_false_or_empty(capsys):
+    output.dump([jobs_pb2.Job(job_id="j1")], "json", single=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["attempt"], shown["pending_reason"], shown["workers"]) == (0, "", [])
 
 
 def test_a_command_that_is_interrupted_ends_with_130():

@@ -121,6 +121,13 @@ def test_a_forgotten_node_that_returns_with_workers_stops_them_before_it_gets_wo
     assert c.job("j2").state is JobState.STARTING
 
 
+def test_a_second_cordon_gives_the_new_reason_and_the_log_keeps_the_old_one():
+    c = cluster(2).feed(events.CordonRequested("n1", "ann", "disk"), events.CordonRequested("n1", "bob", "fans"))
+    assert (c.state.nodes["n1"].cordon.who, c.state.nodes["n1"].cordon.why) == ("bob", "fans")
+    (told,) = [each.record.reason for each in c.effects if isinstance(each, effects.WriteRecord)]
+    assert told == "by bob: fans (before: by ann: disk)"
+
+
 def test_the_timer_of_a_deadline_that_was_moved_stops_nothing():
     c = cluster(2).feed(submission()).run().feed(drain(60.0))
     old = events.DrainDeadlinePassed("n1", c.now_s)
