@@ -77,7 +77,6 @@ def spec_from_proto(message: spec_pb2.JobSpec) -> JobSpec:
         priority=message.priority,
         node_selector=tuple(sorted(message.resources.node_selector.items())),
         tenant=message.tenant or "default",
-        hang_timeout_s=message.hang_timeout_s,
         restarts=message.restarts,
         hang_timeout_s=message.hang_timeout_s,
     )
@@ -219,10 +218,10 @@ def job_to_proto(job: Job, attempt: Attempt | None, progress: Mapping[int, Progr
         event_seq=job.event_seq,
         restarts_used=job.restarts,
     )
-    if job.started_s is not None:
-        message.started_at.CopyFrom(timestamp(job.started_s))
     if job.backoff is not None:
         message.retry_at.CopyFrom(timestamp(job.backoff.at_s + job.backoff.for_s))
+    if job.started_s is not None:
+        message.started_at.CopyFrom(timestamp(job.started_s))
     if job.finished_s is not None:
         message.finished_at.CopyFrom(timestamp(job.finished_s))
     failure = job.failure

@@ -91,16 +91,6 @@ def test_both_take_the_same_numbers_of_restarts(restarts):
         assert is_good(restarts=restarts)
 
 
-@pytest.mark.parametrize("seconds", [1, 86_400, 86_401])
-def test_both_take_the_same_hang_timeouts(seconds):
-    try:
-        jobspec.load_text(text() + f"recovery: {{hang_timeout: {seconds}}}\n".encode(), "job.yaml")
-    except jobspec.SpecError:
-        assert not is_good(hang_timeout_s=seconds)
-    else:
-        assert is_good(hang_timeout_s=seconds)
-
-
 @pytest.mark.parametrize("priority", [-1001, -1000, 0, 1000, 1001])
 def test_both_take_the_same_priorities(priority):
     try:
