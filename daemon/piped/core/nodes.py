@@ -35,7 +35,8 @@ def register(draft: Draft, event: events.NodeRegistered) -> str:
     """Take the node in, or take it back with what it still runs.
 
     Within its lease the same host replaces its own session and keeps its incarnation; after the lease it gets a new
-    one. Raises RegistrationRefused for another cluster, a store older than the fleet, a cloned image, a name in use.
+    one. Raises RegistrationRefused for another cluster, a store older than the fleet, a cloned image, a name or a data address
+    in use.
     """
     _refuse_strangers(draft, event)
     known = draft.nodes.get(event.node_id)
@@ -143,6 +144,24 @@ def _refuse_strangers(draft: Draft, event: events.NodeRegistered) -> None:
                 f"the name {event.node_name!r} is held by the live node {other.node_id} ({other.host_key}); "
                 "give this node another name"
             )
+        if _share_an_address(other, event):
+            raise RegistrationRefused(
+                f"the nodes {event.node_name!r} and {other.node_name!r} have the same data_address {event.data_address} on two "
+                f"hosts (boots {_boot(event.host_key)} and {_boot(other.host_key)}): workers would reach the wrong one; give each "
+                "node the address of its own host"
+            )
+
+
+def _share_an_address(other: Node, event: events.NodeRegistered) -> bool:
+    """Return whether a live node of another host has the same address; loopback is each host's own."""
+    if other.node_id == event.node_id or other.is_gone or other.data_address != event.data_address:
+        return False
+    is_loopback = event.data_address.startswith("127.") or event.data_address in ("localhost", "::1")
+    return not is_loopback and _boot(other.host_key) != _boot(event.host_key)
+
+
+def _boot(host_key: str) -> str:
+    return host_key.split(" ")[0]
 
 
 def _cordon_for_strangers(draft: Draft, event: events.NodeRegistered) -> Cordon | None:
