@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ class Seen:
     """What all nodes of this process saw since the last report."""
 
     round_trips_s: list[float] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
+    ended: Counter[str] = field(default_factory=Counter)  # by why
 
     def report(self) -> dict[str, Any]:
         """Return it as JSON, and begin again."""
@@ -39,7 +40,7 @@ class Seen:
             "ended": self.ended,
             "cpu_s": time.process_time(),
         }
-        self.round_trips_s, self.ended = [], []
+        self.round_trips_s, self.ended = [], Counter()
         return told
 
 
@@ -59,10 +60,11 @@ class SimulatedNode(ScriptedNode):
             async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
                 try:
                     await self._session(channel)
-                except grpc.aio.AioRpcError as error:
-                    self.errors.append(error.code())
+                except Exception as error:
+                    self.seen.ended[type(error).__name__ + " " + str(error)[:300]] += 1
+                else:
+                    self.seen.ended[str(self.errors[-1:])] += 1
             self._let_go()
-            self.seen.ended.append(str(self.errors[-1:]))
             await asyncio.sleep(random.uniform(0.5, 1.5))
 
     def _let_go(self) -> None:

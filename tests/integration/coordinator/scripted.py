@@ -288,7 +288,9 @@ class ScriptedNode:
         self._wake.set()
         tasks = [asyncio.create_task(each) for each in (self._read(call), self._beat(call), self._send_facts(call))]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
             for task in tasks:
                 task.cancel()
