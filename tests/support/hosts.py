@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.support.cluster import wait_for_no_process_of, wait_until
 
@@ -73,36 +74,43 @@ def fleet(folder: Path, *, nodes: int, slots: int) -> Iterator[Callable[..., sub
 
     Host n is node n, the last one the coordinator's.
     """
-    with Hosts(nodes + 1) as hosts:
-        processes: list[subprocess.Popen[bytes]] = []
-        here = hosts.address(nodes)
+    with Hosts(nodes + 1) as hosts, fleet_on(hosts, folder, nodes=nodes, slots=slots) as pipectl:
+        yield pipectl
 
-        def start(n: int, name: str, *arguments: str) -> None:
-            piped = [sys.executable, "-m", "piped", *arguments, "--state-dir", str(folder / name), "--insecure"]
-            with (folder / f"{name}.log").open("wb") as log:
-                processes.append(
-                    subprocess.Popen(hosts.command(n, *piped), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-                )
-            wait_until((folder / name / "endpoints.json").exists, 30, f"{name}'s start")
 
-        def pipectl(*arguments: str) -> subprocess.CompletedProcess[str]:
-            command = [sys.executable, "-m", "pipectl", "--coordinator", f"{here}:7400", *arguments]
-            return subprocess.run(
-                hosts.command(nodes, *command), capture_output=True, text=True, timeout=180, check=False
+@contextmanager
+def fleet_on(
+    hosts: Hosts, folder: Path, *, nodes: int, slots: int, flags_of: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """As `fleet`, on hosts that are there, with more flags for some nodes."""
+    processes: list[subprocess.Popen[bytes]] = []
+    here = hosts.address(nodes)
+
+    def start(n: int, name: str, *arguments: str) -> None:
+        piped = [sys.executable, "-m", "piped", *arguments, "--state-dir", str(folder / name), "--insecure"]
+        with (folder / f"{name}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(hosts.command(n, *piped), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             )
+        wait_until((folder / name / "endpoints.json").exists, 30, f"{name}'s start")
 
-        try:
-            flags = ["--listen", f"{here}:7400", "--http", f"{here}:7401", "--health", "127.0.0.1:0"]
-            start(nodes, "coordinator", "coordinator", *flags)
-            for n in range(nodes):
-                address, name = hosts.address(n), chr(ord("a") + n)
-                flags = ["--coordinator", f"{here}:7400", "--data-address", address, "--metrics", f"{address}:9464"]
-                start(n, name, "node", "--name", name, *flags, "--slots", str(slots), "--stop-workers-on-exit")
-            wait_until(lambda: len(json.loads(pipectl("get", "nodes", "-o", "json").stdout)) == nodes, 20, "every node")
-            yield pipectl
-        finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait(timeout=30)
-            assert wait_for_no_process_of(folder) == {}
+    def pipectl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pipectl", "--coordinator", f"{here}:7400", *arguments]
+        return subprocess.run(hosts.command(nodes, *command), capture_output=True, text=True, timeout=180, check=False)
+
+    try:
+        flags = ["--listen", f"{here}:7400", "--http", f"{here}:7401", "--health", "127.0.0.1:0"]
+        start(nodes, "coordinator", "coordinator", *flags)
+        for n in range(nodes):
+            address, name = hosts.address(n), chr(ord("a") + n)
+            flags = ["--coordinator", f"{here}:7400", "--data-address", address, "--metrics", f"{address}:9464"]
+            flags += flags_of.get(name, ())
+            start(n, name, "node", "--name", name, *flags, "--slots", str(slots), "--stop-workers-on-exit")
+        wait_until(lambda: len(json.loads(pipectl("get", "nodes", "-o", "json").stdout)) == nodes, 20, "every node")
+        yield pipectl
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(timeout=30)
+        assert wait_for_no_process_of(folder) == {}
