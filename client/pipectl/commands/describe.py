@@ -48,6 +48,7 @@ def show(job: jobs_pb2.Job) -> None:
     facts = [
         ("Job", job.job_id),
         ("Name", job.name),
+        ("Tenant", job.spec.tenant or "default"),
         ("State", output.progress_line(job)),
         ("Attempt", _attempt(job)),
         ("Program", job.spec.program),

@@ -39,7 +39,7 @@ def _show_jobs(jobs: list[jobs_pb2.Job], form: str, *, single: bool) -> None:
             click.echo(job.job_id)
     else:
         header = ["JOB", "NAME", "STATE", "STEP", "LOSS", "ATTEMPT", "AGE"]
-        header += ["PRIORITY", "STAGES", "REPLICAS", "SCHEDULE", "REASON"] if form == "wide" else []
+        header += ["TENANT", "PRIORITY", "STAGES", "REPLICAS", "SCHEDULE", "REASON"] if form == "wide" else []
         output.table(header, [_job_row(job, wide=form == "wide") for job in jobs])
 
 
@@ -56,7 +56,7 @@ def _job_row(job: jobs_pb2.Job, *, wide: bool) -> list[object]:
     ]
     if wide:
         pipeline = job.spec.pipeline
-        row += [job.spec.priority, pipeline.stages, pipeline.replicas, pipeline.schedule, _why(job)]
+        row += [job.spec.tenant or "default", job.spec.priority, pipeline.stages, pipeline.replicas, pipeline.schedule, _why(job)]
     return row
 
 

@@ -22,6 +22,7 @@ from piped.core.model import (
     Job,
     JobSpec,
     JobState,
+    Moment,
     Node,
     NodeState,
     Quarantine,
@@ -33,7 +34,7 @@ from piped.core.model import (
     WorkerState,
 )
 
-VERSION = 6
+VERSION = 8
 
 # Of version 1; a new store is brought up by MIGRATIONS like an old one.
 TABLES = """
@@ -96,6 +97,22 @@ ALTER TABLE jobs ADD COLUMN refusals TEXT NOT NULL DEFAULT '[]';
 ALTER TABLE jobs ADD COLUMN restarts INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE jobs ADD COLUMN backoff TEXT
 """,
+    7: """
+ALTER TABLE jobs ADD COLUMN tenant TEXT NOT NULL DEFAULT 'default';
+UPDATE jobs SET tenant = coalesce(json_extract(spec, '$.tenant'), 'default');
+DROP INDEX one_live_job_per_name;
+CREATE UNIQUE INDEX one_live_job_per_name ON jobs (tenant, name) WHERE state NOT IN ('succeeded', 'failed', 'cancelled');
+CREATE TABLE submissions_of_tenants (
+  tenant TEXT NOT NULL, request_id TEXT NOT NULL, spec_hash TEXT NOT NULL, job_id TEXT NOT NULL REFERENCES jobs,
+  at_s REAL NOT NULL, PRIMARY KEY (tenant, request_id)) STRICT;
+INSERT INTO submissions_of_tenants SELECT tenant, request_id, spec_hash, job_id, at_s FROM submissions JOIN jobs USING (job_id);
+DROP TABLE submissions;
+ALTER TABLE submissions_of_tenants RENAME TO submissions
+""",
+    8: """
+ALTER TABLE workers ADD COLUMN oom_killed INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE workers ADD COLUMN failed_moment TEXT
+""",
 }
 
 Row = dict[str, Any]
@@ -126,13 +143,19 @@ def job_row(job: Job) -> Row:
     scalars = ("job_id", "submit_seq", "submitted_s", "pending_reason", "attempt", "fence", "aborts", "event_seq")
     row = {name: getattr(job, name) for name in (*scalars, "restarts", "started_s", "finished_s")}
     row |= {"refusals": json.dumps([asdict(each) for each in job.refusals]), "backoff": _json(job.backoff)}
-    row |= {"name": job.spec.name, "state": job.state.value, "spec": json.dumps(spec), "payload": payload}
+    row |= {
+        "tenant": job.spec.tenant,
+        "name": job.spec.name,
+        "state": job.state.value,
+        "spec": json.dumps(spec),
+        "payload": payload,
+    }
     return row | {"failure": _json(job.failure), "earmark": json.dumps(job.earmark)}
 
 
 def job_from(row: Row) -> Job:
     row = dict(row)
-    row.pop("name")
+    del row["name"], row["tenant"]  # which are the spec's
     spec = json.loads(row["spec"])
     spec["env"] = tuple((name, value) for name, value in spec["env"])
     spec["node_selector"] = tuple((name, value) for name, value in spec.get("node_selector", ()))
@@ -188,6 +211,8 @@ def worker_row(fence: int, worker: Worker) -> Row:
         "has_joined": int(worker.has_joined),
         "is_done": int(worker.is_done),
         "by_supervisor": int(worker.by_supervisor),
+        "oom_killed": int(worker.oom_killed),
+        "failed_moment": json.dumps(asdict(worker.failed_moment)) if worker.failed_moment else None,
         "report": json.dumps(asdict(worker.report)) if worker.report else None,
     }
 
@@ -202,6 +227,8 @@ def worker_from(row: Row) -> Worker:
             "has_joined": bool(row["has_joined"]),
             "is_done": bool(row["is_done"]),
             "by_supervisor": bool(row["by_supervisor"]),
+            "oom_killed": bool(row["oom_killed"]),
+            "failed_moment": Moment(**json.loads(row["failed_moment"])) if row["failed_moment"] else None,
             "report": WorkerReport(**json.loads(row["report"])) if row["report"] else None,
         }
     )

@@ -1,6 +1,6 @@
 """What clients call about jobs. Reads the state, posts events, decides nothing.
 
-A job is named by its id, or by its name, which means the newest job of that name.
+A job is named by its id, or by its name, which means the newest job of that name; by TENANT/NAME where several tenants use it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,18 @@ MAX_REQUEST_ID = 128
 
 
 def find_job(state: State, text: str) -> Job:
-    """Return the job of that id, else the newest of that name. Raises NotFoundError with near names."""
+    """Return the job of that id, else the newest of that NAME or TENANT/NAME.
+
+    Raises NotFoundError with near names, and WrongStateError for a name that jobs of several tenants have.
+    """
     if text in state.jobs:
         return state.jobs[text]
-    named = [job for job in state.jobs.values() if job.spec.name == text]
+    tenant, _, name = text.rpartition("/")
+    named = [job for job in state.jobs.values() if job.spec.name == name and tenant in ("", job.spec.tenant)]
+    tenants = sorted({job.spec.tenant for job in named})
+    if len(tenants) > 1:
+        choices = ", ".join(f"{each}/{name}" for each in tenants)
+        raise WrongStateError(f"jobs of {len(tenants)} tenants are called {name!r}: write {choices}, or an id")
     if named:
         return max(named, key=lambda job: job.submit_seq)
     near = difflib.get_close_matches(text, {job.spec.name for job in state.jobs.values()}, n=3)
@@ -77,7 +85,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
             raise SpecError((FieldViolation("request_id", text),))
         job_id = f"j-{uuid.uuid4().hex[:10]}"
         state = await self._engine.post(JobSubmitted(job_id, request.request_id, wire.spec_hash(request.spec), spec))
-        accepted = state.submissions[request.request_id].job_id
+        accepted = state.submissions[spec.tenant, request.request_id].job_id
         return jobs_pb2.SubmitResponse(job_id=accepted, replayed=accepted != job_id)
 
     async def Get(self, request: jobs_pb2.GetRequest, _context: object) -> jobs_pb2.GetResponse:

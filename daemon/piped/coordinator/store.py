@@ -168,12 +168,14 @@ class Store:
             last_fence=int(meta["last_fence"]),
             nodes={row["node_id"]: schema.node_from(row) for row in self._rows("SELECT * FROM nodes")},
             jobs={each.job_id: each for each in jobs},
-            live_names={each.spec.name: each.job_id for each in jobs if not each.is_terminal},
+            live_names={each.spec.key: each.job_id for each in jobs if not each.is_terminal},
             attempts={each.fence: each for each in attempts},
             reservations={
                 (row["node_id"], row["slot_index"]): row["fence"] for row in self._rows("SELECT * FROM reservations")
             },
-            submissions={row["request_id"]: Submission(**row) for row in self._rows("SELECT * FROM submissions")},
+            submissions={
+                (row["tenant"], row["request_id"]): Submission(**row) for row in self._rows("SELECT * FROM submissions")
+            },
             artifacts={row["sha256"]: Artifact(**row) for row in self._rows("SELECT * FROM artifacts")},
         )
 
@@ -219,9 +221,8 @@ def _write(db: sqlite3.Connection, before: State, after: State) -> None:
         _write_ranks(db, before.attempts.get(attempt.fence), attempt)
     taken = [(*key, fence) for key, fence in after.reservations.items() if before.reservations.get(key) != fence]
     db.executemany("INSERT INTO reservations VALUES (?, ?, ?)", taken)
-    _upsert(
-        db, "submissions", ("request_id",), [asdict(each) for each in _changed(before.submissions, after.submissions)]
-    )
+    submissions = [asdict(each) for each in _changed(before.submissions, after.submissions)]
+    _upsert(db, "submissions", ("tenant", "request_id"), submissions)
     _upsert(db, "artifacts", ("sha256",), [asdict(each) for each in _changed(before.artifacts, after.artifacts)])
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from piped.core.effects import Effect, NotifyWatchers, PlaceQueued, SendDesired, WriteRecord
-from piped.core.model import Artifact, Attempt, Job, Node, Record, SlotKey, State, Submission
+from piped.core.model import Artifact, Attempt, Job, Node, Record, SlotKey, State, Submission, TenantKey
 
 
 class Draft:
@@ -23,10 +23,10 @@ class Draft:
         self.event_seq, self.last_fence = state.event_seq, state.last_fence
         self.nodes: Mapping[str, Node] = state.nodes
         self.jobs: Mapping[str, Job] = state.jobs
-        self.live_names: Mapping[str, str] = state.live_names
+        self.live_names: Mapping[TenantKey, str] = state.live_names
         self.attempts: Mapping[int, Attempt] = state.attempts
         self.reservations: Mapping[SlotKey, int] = state.reservations
-        self.submissions: Mapping[str, Submission] = state.submissions
+        self.submissions: Mapping[TenantKey, Submission] = state.submissions
         self.artifacts: Mapping[str, Artifact] = state.artifacts
         self.quotas: Mapping[str, int] = state.quotas
         self._owned: dict[str, dict[Any, Any]] = {}
@@ -43,10 +43,10 @@ class Draft:
 
     def put_job(self, job: Job) -> None:
         self._table("jobs")[job.job_id] = job
-        if job.is_terminal and self.live_names.get(job.spec.name) == job.job_id:
-            del self._table("live_names")[job.spec.name]
-        elif not job.is_terminal and job.spec.name not in self.live_names:
-            self._table("live_names")[job.spec.name] = job.job_id
+        if job.is_terminal and self.live_names.get(job.spec.key) == job.job_id:
+            del self._table("live_names")[job.spec.key]
+        elif not job.is_terminal and job.spec.key not in self.live_names:
+            self._table("live_names")[job.spec.key] = job.job_id
         self.add_effect(NotifyWatchers(job.job_id))
 
     def put_attempt(self, attempt: Attempt) -> None:
@@ -54,7 +54,7 @@ class Draft:
         self.add_effect(NotifyWatchers(attempt.job_id))
 
     def put_submission(self, submission: Submission) -> None:
-        self._table("submissions")[submission.request_id] = submission
+        self._table("submissions")[submission.tenant, submission.request_id] = submission
 
     def put_artifact(self, artifact: Artifact) -> None:
         self._table("artifacts")[artifact.sha256] = artifact

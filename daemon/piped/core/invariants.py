@@ -20,9 +20,9 @@ def check(state: State) -> None:
 
 
 def _jobs(state: State) -> Iterator[str]:
-    live = Counter(job.spec.name for job in state.jobs.values() if not job.is_terminal)
-    yield from (f"{count} live jobs are called {name!r}" for name, count in live.items() if count > 1)
-    if dict(state.live_names) != {job.spec.name: job.job_id for job in state.jobs.values() if not job.is_terminal}:
+    live = Counter(job.spec.key for job in state.jobs.values() if not job.is_terminal)
+    yield from (f"{count} live jobs of {key[0]} are called {key[1]!r}" for key, count in live.items() if count > 1)
+    if dict(state.live_names) != {job.spec.key: job.job_id for job in state.jobs.values() if not job.is_terminal}:
         yield f"live_names says {dict(state.live_names)}"
     heads = [job.job_id for job in state.jobs.values() if job.earmark]
     if len(heads) > 1:

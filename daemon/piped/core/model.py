@@ -72,6 +72,7 @@ class FailureReason(StrEnum):
 
 
 SlotKey = tuple[str, int]  # node_id, slot index
+TenantKey = tuple[str, str]  # tenant, and a name or id of its own
 
 TERMINAL_JOB_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 TERMINAL_ATTEMPT_STATES = frozenset(
@@ -230,6 +231,11 @@ class JobSpec:
         return len(self.stages_of_ranks) or self.stages // self.stages_per_rank
 
     @property
+    def key(self) -> TenantKey:
+        """Return what no other live job may share."""
+        return self.tenant, self.name
+
+    @property
     def world_size(self) -> int:
         """Return the number of ranks."""
         return self.pp_ranks * self.replicas
@@ -311,6 +317,14 @@ class WorkerReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """When something happened on a node, on the coordinator's boot clock: not before, and not after."""
+
+    earliest_ns: int
+    latest_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """What is known of one rank. Boot times are of its own host: comparable on that host only."""
 
@@ -327,6 +341,8 @@ class Worker:
     exit_signal: int | None = None
     by_supervisor: bool = False
     failed_boottime_ns: int = 0  # of the report, else of the exit
+    failed_moment: Moment | None = None  # the same, where the offset of its node's clock was known
+    oom_killed: bool = False  # as its cgroup counted
     log_tail: str = ""
 
     @property
@@ -378,8 +394,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """An accepted request: the same id with the same spec gives the same job."""
+    """An accepted request: the same id of the same tenant with the same spec gives the same job."""
 
+    tenant: str
     request_id: str
     spec_hash: str
     job_id: str
@@ -428,9 +445,11 @@ class State:
     last_fence: int = 0
     nodes: Mapping[str, Node] = field(default_factory=dict)  # by node_id
     jobs: Mapping[str, Job] = field(default_factory=dict)  # by job_id, oldest first
-    live_names: Mapping[str, str] = field(default_factory=dict)  # job_id of each job that has not ended
+    live_names: Mapping[TenantKey, str] = field(
+        default_factory=dict
+    )  # (tenant, name): job_id; of jobs that have not ended
     attempts: Mapping[int, Attempt] = field(default_factory=dict)  # by fence
     reservations: Mapping[SlotKey, int] = field(default_factory=dict)  # fence that holds the slot
-    submissions: Mapping[str, Submission] = field(default_factory=dict)  # by request_id
+    submissions: Mapping[TenantKey, Submission] = field(default_factory=dict)  # by (tenant, request_id)
     artifacts: Mapping[str, Artifact] = field(default_factory=dict)  # by sha256
     quotas: Mapping[str, int] = field(default_factory=dict)  # slots by tenant; configured, not stored

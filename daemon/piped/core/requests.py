@@ -11,9 +11,11 @@ from piped.errors import ConflictError, NotFoundError
 def submit(draft: Draft, event: events.JobSubmitted) -> str:
     """Accept the job, or find the earlier one of the same request.
 
-    Raises ConflictError when the request id came with another spec before, or a live job has the name.
+    Names and request ids are a tenant's own. Raises ConflictError when the request id came with another spec before, or a
+    live job has the name.
     """
-    earlier = draft.submissions.get(event.request_id)
+    tenant = event.spec.tenant
+    earlier = draft.submissions.get((tenant, event.request_id))
     if earlier is not None:
         if earlier.spec_hash != event.spec_hash:
             raise ConflictError(
@@ -22,14 +24,14 @@ def submit(draft: Draft, event: events.JobSubmitted) -> str:
                 hint="send a changed spec under a new request id",
             )
         return f"the request was accepted before as job {earlier.job_id}"
-    holder = draft.live_names.get(event.spec.name)
+    holder = draft.live_names.get(event.spec.key)
     if holder is not None:
         raise ConflictError(
             f"a live job is called {event.spec.name!r}: {holder} ({draft.jobs[holder].state.value})",
             holder=holder,
             hint=f"cancel it (pipectl cancel {holder}) or choose another name",
         )
-    draft.put_submission(Submission(event.request_id, event.spec_hash, event.job_id, draft.now_s))
+    draft.put_submission(Submission(tenant, event.request_id, event.spec_hash, event.job_id, draft.now_s))
     draft.put_job(
         Job(
             event.job_id,

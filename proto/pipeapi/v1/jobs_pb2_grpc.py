@@ -107,7 +107,7 @@ class JobServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request, context):
-        """Submit is idempotent in (request_id, spec): the same pair gives the same job, another spec ALREADY_EXISTS.
+        """Submit is idempotent in (tenant, request_id, spec): the same gives the same job, another spec ALREADY_EXISTS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import sqlite3
+from dataclasses import asdict
 
 import pytest
 
@@ -13,7 +15,7 @@ from piped.core import events, machine
 from piped.core.effects import WriteRecord
 from piped.core.model import WorkerReport
 from piped.errors import NodeError, StateDirHeld, UnavailableError
-from tests.unit.core.build import Cluster, cluster, registration, submission
+from tests.unit.core.build import Cluster, cluster, registration, spec, submission
 
 
 async def store_all(store, state, *happened):
@@ -146,7 +148,7 @@ def test_a_newer_schema_is_refused_with_both_versions(tmp_path):
 
     async def scenario():
         store = Store(tmp_path)
-        with pytest.raises(NodeError, match="schema 99, this program knows 6"):
+        with pytest.raises(NodeError, match=f"schema 99, this program knows {schema.VERSION}"):
             await store.open(5.0)
         await store.close()
 
@@ -188,6 +190,37 @@ def test_a_store_of_the_first_version_is_migrated_and_its_copy_is_kept(tmp_path)
             assert copy.execute("PRAGMA user_version").fetchone() == (1,)
             assert copy.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone() == ("7",)
         copy.close()
+
+    asyncio.run(scenario())
+
+
+def test_jobs_and_requests_of_an_older_store_become_their_tenants_own(tmp_path):
+    db = sqlite3.connect(tmp_path / "coordinator.db")
+    for version in range(1, 7):
+        db.executescript(schema.TABLES if version == 1 else schema.MIGRATIONS[version])
+    start = {"cluster_id": "old", "epoch": "7", "event_seq": "9", "last_fence": "0"}
+    db.executemany("INSERT INTO meta VALUES (?, ?)", start.items())
+    jobs = {"j1": spec(), "j2": spec(name="next", tenant="b"), "j3": spec(name="old")}
+    for number, (job_id, each) in enumerate(jobs.items(), 1):
+        fields = {**asdict(each), "payload": None, **({"tenant": None} if job_id == "j3" else {})}
+        stored = json.dumps({name: value for name, value in fields.items() if value is not None})
+        row = (job_id, each.name, "queued", stored, b"", number, 5.0, "waits", 0, 0, 0, None, None, None, number)
+        db.execute(f"INSERT INTO jobs VALUES ({', '.join('?' * 15)}, '[]', '[]', 0, NULL)", row)
+        db.execute("INSERT INTO submissions VALUES (?, 'h', ?, 5.0)", (f"r{number}", job_id))
+    db.executescript("PRAGMA user_version = 6;")
+    db.close()
+
+    async def scenario():
+        store = Store(tmp_path)
+        state = await store.open(5.0)
+        assert dict(state.live_names) == {("default", "gpt"): "j1", ("b", "next"): "j2", ("default", "old"): "j3"}
+        assert {key: each.job_id for key, each in state.submissions.items()} == {
+            ("default", "r1"): "j1",
+            ("b", "r2"): "j2",
+            ("default", "r3"): "j3",
+        }
+        await store_all(store, state, events.CancelRequested("j1"), submission("j4", tenant="b"), submission("j5"))
+        await store.close()
 
     asyncio.run(scenario())
 

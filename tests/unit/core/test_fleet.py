@@ -80,7 +80,7 @@ class FaultyFleet(RuleBasedStateMachine):
 
     def _send(self, request: events.JobSubmitted) -> None:
         if self.guarded(lambda: self.fleet.post(request)):
-            job_id = self.fleet.state.submissions[request.request_id].job_id
+            job_id = self.fleet.state.submissions[request.spec.tenant, request.request_id].job_id
             assert self.accepted.setdefault(request.request_id, job_id) == job_id
 
     @precondition(lambda self: self.accepted)

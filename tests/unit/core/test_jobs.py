@@ -164,6 +164,17 @@ def test_a_live_name_is_taken_and_an_ended_one_is_free():
     assert c.job("j2").state is JobState.QUEUED
 
 
+def test_names_and_request_ids_are_a_tenants_own():
+    c = cluster().feed(submission())
+    theirs = submission("j2", tenant="b")
+    c.feed(replace(theirs, request_id="request-j1"))
+    assert c.job("j2").state is JobState.QUEUED
+    before = c.state
+    assert c.feed(replace(theirs, job_id="j3", request_id="request-j1")).state is before
+    with pytest.raises(ConflictError, match="a live job is called 'gpt': j2"):
+        c.feed(submission("j4", tenant="b"))
+
+
 def test_the_queue_is_not_overtaken_but_an_impossible_job_blocks_nobody():
     c = cluster(2).feed(submission("j1", name="a"), submission("j2", name="b"))
     c.feed(submission("j3", name="c", stages=1), submission("j4", name="huge", stages=8))
