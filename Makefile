@@ -21,6 +21,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/predict.py
 	$(BIN)/python tests/bench/ddp.py
+	$(BIN)/python tests/bench/fleet.py
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest tests -m soak
