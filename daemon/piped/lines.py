@@ -23,7 +23,7 @@ daemon → shim → worker:
     endpoint   {endpoint}                      where rank 0's store listens
 
 daemon → shim:
-    start      {ranks: [{rank, argv, env, assign}]}   each rank at most once, whatever is asked
+    start      {ranks: [{rank, argv, env, assign, memory_bytes}]}   each rank at most once, whatever is asked; 0: no limit
     forward    {rank, message}                 to that worker
     stop       {grace_s, dumps_stacks}         SIGTERM, grace, SIGKILL; 0: SIGKILL at once; dumps_stacks: SIGQUIT, on which a worker
                                                writes its stacks into its log, 200 ms, SIGKILL
@@ -33,7 +33,7 @@ daemon → shim:
 shim → daemon:
     hello      {version, fence, job_id, pid, ranks: {rank: {state, pid, starttime, code, signal, by_supervisor}}}  first
     spawned    {rank, pid, starttime}
-    exited     {rank, code, signal, by_supervisor, log_tail}
+    exited     {rank, code, signal, by_supervisor, oom_killed, log_tail}
     worker     {rank, message}                 a line of that worker, as it came
     The last three also carry boottime_ns: nanoseconds since boot (CLOCK_BOOTTIME) when the shim saw it.
 """

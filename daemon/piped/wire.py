@@ -24,6 +24,7 @@ from piped.core.model import (
     Job,
     JobSpec,
     JobState,
+    Moment,
     Node,
     NodeState,
     Progress,
@@ -134,7 +135,8 @@ def fact_from_proto(node_id: str, fact: nodes_pb2.Fact) -> events.Fact | None:
         case "planned":
             return events.PlanReported(node_id, fence, fact.planned.plan.SerializeToString(deterministic=True))
         case "worker_failed":
-            return events.WorkerFailed(node_id, fence, rank, _report_from_proto(fact.worker_failed), fact.boottime_ns)
+            report, moment = _report_from_proto(fact.worker_failed), _moment_from_proto(fact)
+            return events.WorkerFailed(node_id, fence, rank, report, fact.boottime_ns, moment)
         case "worker_done":
             return events.WorkerDone(node_id, fence, rank, fact.worker_done.step, fact.worker_done.loss)
         case "exited":
@@ -148,12 +150,20 @@ def fact_from_proto(node_id: str, fact: nodes_pb2.Fact) -> events.Fact | None:
                 by_supervisor=exited.by_supervisor,
                 log_tail=exited.log_tail,
                 boottime_ns=fact.boottime_ns,
+                moment=_moment_from_proto(fact),
+                oom_killed=exited.oom_killed,
             )
         case "attempt_empty":
             return events.AttemptEmptied(node_id, fence)
         case "rank_lost":
             return events.WorkerLost(node_id, fence, rank, fact.boottime_ns)
     return None
+
+
+def _moment_from_proto(fact: nodes_pb2.Fact) -> Moment | None:
+    if not fact.HasField("moment"):
+        return None
+    return Moment(fact.moment.earliest_ns, fact.moment.latest_ns)
 
 
 def _report_from_proto(failed: nodes_pb2.WorkerFailed) -> WorkerReport:

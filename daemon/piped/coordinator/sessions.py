@@ -119,9 +119,7 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
         """Serve one node until its stream ends, its lease is lost or a newer session replaces it."""
         session = await self._register(context)
         try:
-            await first_of(
-                self._receive(session, context), self._decide(session), self._send(session, context)
-            )
+            await first_of(self._receive(session, context), self._decide(session), self._send(session, context))
         finally:
             if self._open.get(session.node_id) is session:
                 del self._open[session.node_id]
@@ -188,7 +186,8 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
             await self._take_facts(session, await session.reports.get())
 
     def _take_beat(self, session: OpenSession, beat: nodes_pb2.Beat) -> None:
-        ack = nodes_pb2.BeatAck(beat_seq=beat.beat_seq, unix_ns=time.time_ns())
+        boottime_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        ack = nodes_pb2.BeatAck(beat_seq=beat.beat_seq, unix_ns=time.time_ns(), boottime_ns=boottime_ns)
         self.links.beat(session.node_id, beat)
         if cadence := self._leases.beat(session.node_id, boottime_s()):
             ack.beat_s, ack.lease_ttl_s = cadence.beat_s, cadence.ttl_s

@@ -52,6 +52,8 @@ def _role(attempt: Attempt, worker: Worker) -> Role:
         return Role.LOST
     if worker.report is not None:
         return Role.VICTIM if worker.report.is_transport else Role.FAILED
+    if worker.oom_killed:
+        return Role.FAILED
     if worker.by_supervisor:
         return Role.STOPPED
     if worker.has_succeeded:
@@ -60,6 +62,8 @@ def _role(attempt: Attempt, worker: Worker) -> Role:
 
 
 def _message(worker: Worker) -> str:
+    if worker.oom_killed:
+        return "killed for want of memory"
     if worker.report is not None:
         return worker.report.message
     if worker.state is WorkerState.LOST:

@@ -362,7 +362,9 @@ def _advance(worker: Worker, event: events.WorkerFact) -> Worker:
             worker = replace(_raise(worker, WorkerState.JOINED), has_joined=True, is_done=True)
             return replace(worker, done_step=event.step, done_loss=event.loss)
         case events.WorkerFailed() if worker.report is None:
-            return replace(worker, report=event.report, failed_boottime_ns=event.boottime_ns)
+            return replace(
+                worker, report=event.report, failed_boottime_ns=event.boottime_ns, failed_moment=event.moment
+            )
         case events.WorkerExited() if worker.exit_code is None and worker.exit_signal is None:
             return replace(
                 worker,
@@ -371,7 +373,9 @@ def _advance(worker: Worker, event: events.WorkerFact) -> Worker:
                 exit_signal=event.signal,
                 by_supervisor=event.by_supervisor,
                 log_tail=event.log_tail,
+                oom_killed=event.oom_killed,
                 failed_boottime_ns=worker.failed_boottime_ns or event.boottime_ns,
+                failed_moment=worker.failed_moment if worker.failed_boottime_ns else event.moment,
             )
         case events.WorkerLost():
             return _raise(worker, WorkerState.LOST) if not worker.has_ended else worker
@@ -395,6 +399,7 @@ def _account(event: events.WorkerFact) -> tuple[str, str]:
             return "worker_failed", event.report.message
         case events.WorkerExited():
             how = f"signal {event.signal}" if event.signal is not None else f"code {event.code}"
-            return "worker_exited", f"{how}{', stopped by its node' if event.by_supervisor else ''}"
+            why = ", out of memory" if event.oom_killed else ", stopped by its node" if event.by_supervisor else ""
+            return "worker_exited", f"{how}{why}"
         case events.WorkerLost():
             return "worker_lost", "neither a shim nor an exit record remains"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piped.core.model import Failure, JobSpec, Slot, WorkerReport
+from piped.core.model import Failure, JobSpec, Moment, Slot, WorkerReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +226,7 @@ class WorkerFailed:
     rank: int
     report: WorkerReport
     boottime_ns: int
+    moment: Moment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +248,8 @@ class WorkerExited:
     by_supervisor: bool
     log_tail: str
     boottime_ns: int
+    moment: Moment | None = None
+    oom_killed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """Which rank failed first, and why: one pure function over what the workers reported.
 
 Called whenever a fact reaches an attempt that stops because of a failure; the last call's answer is final.
-1 exits that a supervisor caused count for nothing; 2 a transport error is a victim, it points at its peer; 3 a lost
-rank outranks exceptions; 4 of the others the earliest by boot time if they share a host, else the one that victims
-point at, else a tie, which the text says; 5 only victims: the rank at the end of their pointing. A rank that was stopped
+1 exits that a supervisor caused count for nothing; 2 a transport error is a victim, it points at its peer; 3 a rank
+that the kernel killed for want of memory, then a lost one, outranks exceptions; 4 of the others the earliest by boot
+time if they share a host, else the one that victims point at, else the one that failed before every other whatever the
+clocks' error, else a tie, which the text says; 5 only victims: the rank at the end of their pointing. A rank that was stopped
 before it reported is judged by what a victim quotes of it. A loss that is no number is every rank's: none is blamed.
 Who made an attempt hang is `hangs`'s to say, from where the ranks were before they were stopped.
 """
@@ -26,9 +27,13 @@ def judge(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
         return replace(attempt.verdict, log_tail=attempt.workers[rank].log_tail) if rank >= 0 else attempt.verdict
     attempt = with_quotes(attempt)
     failed = [each for each in attempt.workers if each.has_failed and not _is_stopped(each)]
+    starved = [each for each in failed if each.oom_killed]
     lost = [each for each in failed if each.state is WorkerState.LOST]
     own = [each for each in failed if each.report is None or not each.report.is_transport]
     victims = [each for each in failed if each.report is not None and each.report.is_transport]
+    if starved:
+        first, note = _first(attempt, starved, victims)
+        return _blame(attempt, first, nodes, note)
     if lost:
         return _blame(attempt, lost[0], nodes)
     if own:
@@ -75,12 +80,24 @@ def _first(attempt: Attempt, own: Sequence[Worker], victims: Sequence[Worker]) -
         return own[0], ""
     if len(own) == 1 or (len(hosts) == 1 and all(each.failed_boottime_ns for each in own)):
         return min(own, key=lambda each: (each.failed_boottime_ns, each.rank)), ""
+    if (earliest := _certainly_first(own)) is not None:
+        return earliest, ""
     pointed_at = {each.report.peer_rank for each in victims if each.report is not None}
     named = [each for each in own if each.rank in pointed_at]
     if len(named) == 1:
         return named[0], ""
     ranks = " and ".join(str(each.rank) for each in own)
     return own[0], f" (ranks {ranks} failed, on different hosts or untimed; which was first is not known)"
+
+
+def _certainly_first(own: Sequence[Worker]) -> Worker | None:
+    """Return the one that failed before all others on the coordinator's clock, if no error of the offsets can change that."""
+    timed = [(each.failed_moment, each) for each in own if each.failed_moment is not None]
+    if len(timed) < len(own):
+        return None
+    first_moment, first = min(timed, key=lambda pair: pair[0].latest_ns)
+    later = all(first_moment.latest_ns < moment.earliest_ns for moment, each in timed if each is not first)
+    return first if later else None
 
 
 def _blame(attempt: Attempt, worker: Worker, nodes: Mapping[str, Node], note: str = "") -> Failure:
@@ -104,6 +121,9 @@ def _blame(attempt: Attempt, worker: Worker, nodes: Mapping[str, Node], note: st
 
 
 def _reason(worker: Worker) -> tuple[FailureReason, str]:
+    if worker.oom_killed:
+        told = f" ({worker.report.message})" if worker.report is not None else ""
+        return FailureReason.OOM_KILLED, f"the kernel killed it, or a process of its, for want of memory{told}"
     if worker.report is not None:
         reason = FailureReason.NUMERIC if worker.report.is_numeric else FailureReason.USER_ERROR
         return reason, worker.report.message

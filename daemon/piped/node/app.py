@@ -78,7 +78,11 @@ async def _serve(config: NodeConfig, state: StateDir, place: Place, slots: tuple
             return 1
         listener = Listener(state.node_id)
         ends.push_async_callback(listener.stop)
-        probe_address = await listener.start(config.data_address)
+        try:
+            probe_address = await listener.start(config.data_address)
+        except OSError as error:
+            print(f"piped node: data_address {config.data_address!r} can't be bound: {error}", file=sys.stderr)
+            return 1
         state.publish_endpoints(metrics=metrics_address, health=health_address)
         log.info(
             "node_started",

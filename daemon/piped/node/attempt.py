@@ -198,7 +198,7 @@ class Attempt:
         self.exited.add(rank)
         self.progress.pop(rank, None)
         self.heard_s.pop(rank, None)
-        names = ("code", "signal", "by_supervisor", "log_tail")
+        names = ("code", "signal", "by_supervisor", "oom_killed", "log_tail")
         body = {name: record[name] for name in names if record.get(name) is not None}
         self.report(rank, "exited", body, int(record.get("boottime_ns") or 0))
         self._meter.count_exit(self.job_id, self.fence, rank, exit_reason(body))
@@ -206,6 +206,8 @@ class Attempt:
 
 def exit_reason(body: Mapping[str, Any]) -> str:
     """Return a bounded word for a worker's end: a label of piped_worker_exits_total."""
+    if body.get("oom_killed"):
+        return "oom_killed"
     if body.get("by_supervisor"):
         return "stopped"
     if body.get("signal") is not None:
@@ -214,5 +216,5 @@ def exit_reason(body: Mapping[str, Any]) -> str:
 
 
 def _loggable(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    shown = {"pid", "code", "signal", "by_supervisor", "endpoint", "message", "step", "peer_rank"}
+    shown = {"pid", "code", "signal", "by_supervisor", "oom_killed", "endpoint", "message", "step", "peer_rank"}
     return {key: value for key, value in body.items() if key in shown}

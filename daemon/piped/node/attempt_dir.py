@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from piped.cgroup import groups_of
 from piped.node.state import boot_id, replace_json
 
 
@@ -132,10 +133,16 @@ def remove_old(attempts: Path, keep: int) -> list[int]:
 
 
 def kill_marked(marker: str) -> int:
-    """SIGKILL every live process whose environment holds PIPED_SHIM=`marker`; return how many there were."""
+    """SIGKILL every live process whose environment holds PIPED_SHIM=`marker`, or whose cgroup is one of its ranks'.
+
+    Return how many there were.
+    """
     if not marker:  # attempt.json is gone: nothing tells its processes from another's
         return 0
     wanted, count = f"PIPED_SHIM={marker}".encode(), 0
+    for group in groups_of(marker):  # of ranks whose shim could not remove them
+        group.kill()
+        count += not group.remove()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue

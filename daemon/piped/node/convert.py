@@ -65,9 +65,16 @@ def _placement(rank: nodes_pb2.RankPlacement) -> RankPlacement:
     return RankPlacement(rank.rank, rank.replica, tuple(rank.stages), rank.node_id, rank.node_name, slot)
 
 
-def fact_message(fact: Fact) -> nodes_pb2.Fact:
-    """Return `fact` as a message. Raises ValueError when its body does not fit, e.g. a plan of another version."""
+def fact_message(fact: Fact, boot_offset: tuple[float, float] | None = None) -> nodes_pb2.Fact:
+    """Return `fact` as a message. Raises ValueError when its body does not fit, e.g. a plan of another version.
+
+    `boot_offset`: this boot clock minus the coordinator's and the error of that, in seconds.
+    """
     message = nodes_pb2.Fact(fence=fact.fence, boottime_ns=fact.boottime_ns)
+    if boot_offset is not None and fact.boottime_ns:
+        offset_ns, error_ns = (round(seconds * 1e9) for seconds in boot_offset)
+        message.moment.earliest_ns = fact.boottime_ns - offset_ns - error_ns
+        message.moment.latest_ns = fact.boottime_ns - offset_ns + error_ns
     if fact.rank is not None:
         message.rank = fact.rank
     try:

@@ -17,7 +17,7 @@ from piped.node.model import Edge, Peer
 
 _HELLO = b"piped-edge 1 "
 _BLOCKS = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
-_LONG_ENOUGH_S = 0.01  # of one block: then a longer one would tell no more
+_LONG_ENOUGH_S = 0.01  # of one block: then a longer one would tell no more, unless something else held it up
 _NUM_PINGS = 5
 _PIECE = 64 << 10
 _MAX_BLOCKS = 16  # per connection
@@ -120,10 +120,11 @@ async def _measure(
         return max(clock() - begun_s, 1e-9)
 
     rtt_s = min([await block(1) for _ in range(_NUM_PINGS)])
-    rate = 0.0
+    rate, num_long = 0.0, 0
     for size in _BLOCKS:
         took_s = await block(size)
         rate = max(rate, size / took_s)
-        if took_s > _LONG_ENOUGH_S:
+        num_long += took_s > _LONG_ENOUGH_S
+        if num_long == 2:
             break
     return Edge(peer_id, rtt_s, rate)

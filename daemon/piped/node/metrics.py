@@ -36,7 +36,7 @@ from piped.node.model import DesiredAttempt, DesiredState, Phase
 log = structlog.get_logger()
 
 KEEP_S = 300.0
-EXIT_REASONS = ("success", "error", "stopped")  # and signal_N, once seen
+EXIT_REASONS = ("success", "error", "stopped")  # and oom_killed and signal_N, once seen
 STATES = ("starting", "running", "stopping", "ended")
 _WORKER = {metric.name: metric for metric in WORKER_METRICS}
 _SECONDS = ("piped_bubble_seconds",)  # counters that are exposed with their unit before _total

@@ -45,6 +45,7 @@ def order(desired: DesiredAttempt, placement: RankPlacement, directory: AttemptD
         "argv": [str(python), "-m", "piped", "worker"],
         "env": _environment(desired, placement.slot, place, directory),
         "assign": _assign(desired, placement, directory, place),
+        "memory_bytes": (desired.spec.get("resources") or {}).get("memory") or 0,
     }
 
 

@@ -71,10 +71,10 @@ class Wires:
 
 def neighbours(desired: DesiredAttempt, node_id: str) -> list[Call]:
     """Return the other nodes that this node's ranks send to or hear from, each once, with the first reason."""
-    mine = {each.rank: each for each in desired.ranks_on(node_id)}
+    replicas = 1 + max((each.replica for each in desired.ranks), default=0)
     wanted: dict[str, str] = {}
-    for rank in mine.values():
-        for other in (each for each in desired.ranks if _exchange(rank, each, desired.ranks)):
+    for rank in desired.ranks_on(node_id):
+        for other in (each for each in desired.ranks if _exchange(rank, each, replicas)):
             wanted.setdefault(other.node_id, f"stage {_list(other.stages)} of rank {other.rank}")
     if desired.ranks:
         wanted.setdefault(desired.ranks[0].node_id, _STORE)
@@ -83,11 +83,10 @@ def neighbours(desired: DesiredAttempt, node_id: str) -> list[Call]:
     return [Call(peer, purpose, purpose != _STORE) for peer, purpose in calls]
 
 
-def _exchange(one: RankPlacement, other: RankPlacement, ranks: tuple[RankPlacement, ...]) -> bool:
+def _exchange(one: RankPlacement, other: RankPlacement, replicas: int) -> bool:
     """Say whether two ranks hold consecutive stages of one replica, or the same stages of replicas next to each other."""
     if one.replica == other.replica:
         return any(abs(a - b) == 1 for a in one.stages for b in other.stages)
-    replicas = max(each.replica for each in ranks) + 1
     return one.stages == other.stages and (one.replica - other.replica) % replicas in (1, replicas - 1)
 
 

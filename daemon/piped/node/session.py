@@ -86,6 +86,7 @@ class Session:
         self._on_registration = on_registration
         self._wall_ns = wall_ns
         self._clock = ClockOffset()
+        self._boot_clock = ClockOffset()  # the same of the clocks since boot, by which failures are ordered
         self._told_wires = 0  # the revision that this session's beats have told
         self._acknowledged_s = 0.0
         self._loop_lag_s = 0.0
@@ -191,6 +192,9 @@ class Session:
                 case "beat_ack":
                     self._acknowledged_s = time.monotonic()
                     self._clock.answered(message.beat_ack.beat_seq, time.monotonic_ns(), message.beat_ack.unix_ns)
+                    self._boot_clock.answered(
+                        message.beat_ack.beat_seq, time.monotonic_ns(), message.beat_ack.boottime_ns
+                    )
                     if message.beat_ack.beat_s:
                         self._beat_s, self._ttl_s = message.beat_ack.beat_s, message.beat_ack.lease_ttl_s
                 case "desired":
@@ -205,7 +209,7 @@ class Session:
 
         The first beat comes at any moment of an interval: a fleet that reconnects together shall not beat together.
         """
-        self._told_wires, self._clock = 0, ClockOffset()
+        self._told_wires, self._clock, self._boot_clock = 0, ClockOffset(), ClockOffset()
         beat_seq, due_s = 0, time.monotonic() + random.uniform(0.0, self._beat_s)
         while True:
             await self._send_facts(call)
@@ -240,6 +244,7 @@ class Session:
             self._told_wires = self._wires.revision
             beat.edges.extend(convert.edge_message(edge) for edge in self._wires.all())
         self._clock.sent(beat_seq, time.monotonic_ns(), self._wall_ns())
+        self._boot_clock.sent(beat_seq, time.monotonic_ns(), time.clock_gettime_ns(time.CLOCK_BOOTTIME))
         return beat
 
     async def _send_facts(self, call: Any) -> None:
@@ -266,7 +271,7 @@ class Session:
 
     def _message(self, fact: Fact) -> nodes_pb2.Fact | None:
         try:
-            return convert.fact_message(fact)
+            return convert.fact_message(fact, self._boot_clock.best)
         except ValueError as error:  # a worker of another version, or user code on its channel: never to be sent
             log.error("fact_malformed", error=str(error))
             self._supervisor.acknowledge([fact.key])

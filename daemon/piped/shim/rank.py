@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from piped.cgroup import Group
 from piped.lines import MAX_LINE_BYTES, LineReader, Message, encode
 from piped.shim import records, system
 from piped.shim.environment import worker_environment
@@ -48,18 +49,31 @@ class Rank:
         self._stopped_with: signal.Signals | None = None  # the first signal of a stop
         self._sent: set[int] = set()  # the signals that reached it alive
         self.ended: Ended | None = None
+        self.oom_killed = False
         self.is_over = False  # ended, drained and recorded
         self.drain_until_s = 0.0
         self.channel: socket.socket | None = None
         self.output: int | None = None
         self.last_messages: dict[str, Message] = {}
+        self.leaf: Group | None = None  # the processes of this rank
         self._marker = marker
         self._reader = LineReader()
         self._waiting = bytearray()
         self._log: LogFile | None = None
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], base_env: Mapping[str, str], assign: Message) -> None:
+    def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        base_env: Mapping[str, str],
+        assign: Message,
+        *,
+        group: Group | None,
+        memory_bytes: int,
+    ) -> None:
         """Record the start durably, then exec. A worker that can't be started ends with code 127 and says why in its log.
+
+        `group` is divided for it, with a limit of `memory_bytes` (0: none); where it can't be, the log says so.
 
         Raises FileExistsError if it was started before, OSError if the start can't be recorded, ValueError for an
         assignment above MAX_LINE_BYTES; then nothing was started.
@@ -67,6 +81,7 @@ class Rank:
         encode(assign)
         records.mark_started(self.directory, {"boottime_ns": system.boottime_ns()})
         self._log = LogFile(self.directory)
+        self._divide(group, memory_bytes)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         environment = worker_environment(
@@ -92,6 +107,9 @@ class Rank:
         finally:
             theirs.close()
             os.close(write_end)
+        if self.leaf is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                self.leaf.add(process.pid)
         self.pid, self.starttime = process.pid, system.starttime(process.pid)
         process.returncode = 0  # the supervisor reaps; keep subprocess from trying
         ours.setblocking(False)
@@ -166,6 +184,24 @@ class Rank:
         if self._log is not None:
             self._log.write(data)
 
+    def _divide(self, group: Group | None, memory_bytes: int) -> None:
+        reason = "there is no memory cgroup"
+        try:
+            self.leaf = group.leaf(self._marker, self.number, memory_bytes) if group is not None else None
+        except OSError as error:
+            reason = str(error)
+        if self.leaf is None and memory_bytes:
+            self.log(f"piped shim: nothing holds this rank to {memory_bytes} bytes of memory: {reason}\n".encode())
+
+    def leave_group(self) -> bool:
+        """Kill what is left in the rank's cgroup and remove it; False while something is left."""
+        if self.leaf is not None:
+            self.leaf.kill()
+            if not self.leaf.remove():
+                return False
+            self.leaf = None
+        return True
+
     def fail(self, reason: str) -> None:
         """Say `reason` in the log and end the worker: it broke the contract."""
         self.log(f"piped shim: the worker {reason}\n".encode())
@@ -203,6 +239,8 @@ class Rank:
     def end(self, ended: Ended) -> None:
         """Note the exit; what is left of its group dies with it."""
         self.ended = ended
+        if self.leaf is not None:
+            self.oom_killed = (ended.code != 0) and self.leaf.oom_kills > 0
         self.drain_until_s = time.monotonic() + DRAIN_S
         if self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -224,6 +262,7 @@ class Rank:
             "code": self.ended.code,
             "signal": self.ended.signal,
             "by_supervisor": self.by_supervisor,
+            "oom_killed": self.oom_killed,
             "log_tail": self._log.tail() if self._log else "",
             "boottime_ns": self.ended.boottime_ns,
         }

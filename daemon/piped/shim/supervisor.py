@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from piped.cgroup import own_group
 from piped.lines import VERSION, Message
 from piped.shim import records, system
 from piped.shim.link import Link
@@ -40,6 +41,8 @@ class Supervisor:
         self._job_id = job_id
         self._marker = marker
         self._base_env = base_env
+        self._group = own_group()
+        self._known_oom_kills = self._group.oom_kills if self._group is not None else 0
         self._ranks: dict[int, Rank] = {}
         self._refused: dict[int, Message] = {}  # exits of ranks that could not even be recorded as started
         self._forwarded: dict[tuple[int, str], Message] = {}
@@ -74,6 +77,7 @@ class Supervisor:
             self._link.close()
             for rank in self._ranks.values():
                 rank.close()
+                rank.leave_group()
 
     # --- what wakes the loop
 
@@ -156,7 +160,15 @@ class Supervisor:
         rank = Rank(number, self._directory / "ranks" / str(number), self._marker)
         rank.on_close = self._unregister
         try:
-            rank.start(order["argv"], order["env"], self._base_env, order["assign"])
+            memory_bytes = int(order.get("memory_bytes") or 0)
+            rank.start(
+                order["argv"],
+                order["env"],
+                self._base_env,
+                order["assign"],
+                group=self._group,
+                memory_bytes=memory_bytes,
+            )
         except (OSError, ValueError) as error:  # a full disk, started before, or an assignment too long for a line
             self._refuse(number, f"piped shim: rank {number} is not started: {error}")
             return
@@ -216,8 +228,16 @@ class Supervisor:
                 is_exit = child.si_code == os.CLD_EXITED
                 code, number = (child.si_status, None) if is_exit else (None, child.si_status)
                 rank.end(Ended(code, number, system.boottime_ns()))
+                if number == signal.SIGKILL and rank.leaf is None:
+                    rank.oom_killed = self._is_oom_kill()
                 self._sweep_at_s = 0.0
             os.waitpid(child.si_pid, 0)
+
+    def _is_oom_kill(self) -> bool:
+        """Return whether the shim's own group counts one more process killed for want of memory than were told of."""
+        is_new = self._group is not None and self._group.oom_kills > self._known_oom_kills
+        self._known_oom_kills += is_new
+        return is_new
 
     def _settle(self) -> None:
         """Finish ranks that ended, then write what is due."""
@@ -256,10 +276,11 @@ class Supervisor:
             records.write_exit(rank.directory, record)
 
     def _sweep(self) -> None:
-        """Kill adopted descendants of ranks that are over; look again while there are any."""
+        """Kill what ranks that are over have left, by their groups and as adopted children; look again while there is any."""
         running = {rank.pid for rank in self._running()}
         numbers = {str(rank.number) for rank in self._running()}
-        is_dirty = False
+        left = [rank for rank in self._ranks.values() if rank.ended is not None and not rank.leave_group()]
+        is_dirty = bool(left)
         for pid in system.live_children():
             if pid in running:
                 continue

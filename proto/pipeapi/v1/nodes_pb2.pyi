@@ -159,16 +159,18 @@ class Position(_message.Message):
     def __init__(self, step: _Optional[int] = ..., section: _Optional[str] = ..., action: _Optional[str] = ..., waiting_on: _Optional[_Iterable[int]] = ..., waiting_on_all: _Optional[bool] = ..., age_s: _Optional[float] = ..., silent_s: _Optional[float] = ..., longest_step_s: _Optional[float] = ...) -> None: ...
 
 class BeatAck(_message.Message):
-    __slots__ = ("beat_seq", "beat_s", "lease_ttl_s", "unix_ns")
+    __slots__ = ("beat_seq", "beat_s", "lease_ttl_s", "unix_ns", "boottime_ns")
     BEAT_SEQ_FIELD_NUMBER: _ClassVar[int]
     BEAT_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
     UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    BOOTTIME_NS_FIELD_NUMBER: _ClassVar[int]
     beat_seq: int
     beat_s: float
     lease_ttl_s: float
     unix_ns: int
-    def __init__(self, beat_seq: _Optional[int] = ..., beat_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ..., unix_ns: _Optional[int] = ...) -> None: ...
+    boottime_ns: int
+    def __init__(self, beat_seq: _Optional[int] = ..., beat_s: _Optional[float] = ..., lease_ttl_s: _Optional[float] = ..., unix_ns: _Optional[int] = ..., boottime_ns: _Optional[int] = ...) -> None: ...
 
 class DesiredState(_message.Message):
     __slots__ = ("desired_rev", "attempts")
@@ -263,10 +265,11 @@ class SerializedDesiredState(_message.Message):
     def __init__(self, desired_rev: _Optional[int] = ..., attempts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Fact(_message.Message):
-    __slots__ = ("fence", "rank", "boottime_ns", "prepared", "prepare_failed", "spawned", "store_listening", "joined", "planned", "worker_failed", "worker_done", "exited", "attempt_empty", "rank_lost")
+    __slots__ = ("fence", "rank", "boottime_ns", "moment", "prepared", "prepare_failed", "spawned", "store_listening", "joined", "planned", "worker_failed", "worker_done", "exited", "attempt_empty", "rank_lost")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     BOOTTIME_NS_FIELD_NUMBER: _ClassVar[int]
+    MOMENT_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FAILED_FIELD_NUMBER: _ClassVar[int]
     SPAWNED_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +284,7 @@ class Fact(_message.Message):
     fence: int
     rank: int
     boottime_ns: int
+    moment: Moment
     prepared: Prepared
     prepare_failed: PrepareFailed
     spawned: Spawned
@@ -292,7 +296,15 @@ class Fact(_message.Message):
     exited: Exited
     attempt_empty: AttemptEmpty
     rank_lost: RankLost
-    def __init__(self, fence: _Optional[int] = ..., rank: _Optional[int] = ..., boottime_ns: _Optional[int] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., prepare_failed: _Optional[_Union[PrepareFailed, _Mapping]] = ..., spawned: _Optional[_Union[Spawned, _Mapping]] = ..., store_listening: _Optional[_Union[StoreListening, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., planned: _Optional[_Union[Planned, _Mapping]] = ..., worker_failed: _Optional[_Union[WorkerFailed, _Mapping]] = ..., worker_done: _Optional[_Union[WorkerDone, _Mapping]] = ..., exited: _Optional[_Union[Exited, _Mapping]] = ..., attempt_empty: _Optional[_Union[AttemptEmpty, _Mapping]] = ..., rank_lost: _Optional[_Union[RankLost, _Mapping]] = ...) -> None: ...
+    def __init__(self, fence: _Optional[int] = ..., rank: _Optional[int] = ..., boottime_ns: _Optional[int] = ..., moment: _Optional[_Union[Moment, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., prepare_failed: _Optional[_Union[PrepareFailed, _Mapping]] = ..., spawned: _Optional[_Union[Spawned, _Mapping]] = ..., store_listening: _Optional[_Union[StoreListening, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., planned: _Optional[_Union[Planned, _Mapping]] = ..., worker_failed: _Optional[_Union[WorkerFailed, _Mapping]] = ..., worker_done: _Optional[_Union[WorkerDone, _Mapping]] = ..., exited: _Optional[_Union[Exited, _Mapping]] = ..., attempt_empty: _Optional[_Union[AttemptEmpty, _Mapping]] = ..., rank_lost: _Optional[_Union[RankLost, _Mapping]] = ...) -> None: ...
+
+class Moment(_message.Message):
+    __slots__ = ("earliest_ns", "latest_ns")
+    EARLIEST_NS_FIELD_NUMBER: _ClassVar[int]
+    LATEST_NS_FIELD_NUMBER: _ClassVar[int]
+    earliest_ns: int
+    latest_ns: int
+    def __init__(self, earliest_ns: _Optional[int] = ..., latest_ns: _Optional[int] = ...) -> None: ...
 
 class Prepared(_message.Message):
     __slots__ = ()

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from piped.cgroup import groups_of
 from piped.lines import LineReader, encode
+from piped.node.attempt_dir import kill_marked
 
 WORKER = str(Path(__file__).parent / "workers" / "scripted.py")
 DEADLINE_S = 20.0
@@ -91,9 +93,15 @@ class Shim:
             env={**os.environ, "PIPED_SHIM": self.marker, "MASTER_ADDR": "elsewhere", "RANK": "9"},
         )
 
-    def order(self, rank: int, act: str, argv: list[str] | None = None) -> dict[str, Any]:
+    def order(self, rank: int, act: str, argv: list[str] | None = None, **more: Any) -> dict[str, Any]:
         assign = {"type": "assign", "rank": rank, "attempt_dir": str(self.directory), "spec": {}}
-        return {"rank": rank, "argv": argv or [sys.executable, WORKER, act], "env": {"A": "1"}, "assign": assign}
+        return {
+            "rank": rank,
+            "argv": argv or [sys.executable, WORKER, act],
+            "env": {"A": "1"},
+            "assign": assign,
+            **more,
+        }
 
     def leftovers(self) -> list[int]:
         found = []
@@ -122,6 +130,8 @@ def shim(tmp_path: Path) -> Iterator[Shim]:
     made.process.kill()
     made.process.communicate()
     eventually(lambda: not made.leftovers(), "every process of the shim is gone")
+    eventually(lambda: not kill_marked(made.marker), "a killed shim's cgroups are removed, as its node does")
+    assert not groups_of(made.marker)
 
 
 def test_a_rank_that_ends_well_is_reported_in_order_and_recorded(shim: Shim) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from piped.core import events
-from piped.core.model import FailureReason
+from piped.core.model import FailureReason, Moment
 from tests.unit.core.build import cluster, submission
 
 TRANSPORT = {"is_transport": True}
@@ -117,3 +117,34 @@ def test_a_loss_that_is_no_number_is_seen_by_all_and_blamed_on_none():
     for rank in range(3):
         c.fail(rank, at_ns=9 - rank, is_numeric=True, step=7)
         assert (verdict(c).rank, verdict(c).reason, verdict(c).message) == (-1, FailureReason.NUMERIC, "error of 0")
+
+
+def test_a_rank_out_of_memory_outranks_exceptions_and_lost_ranks_and_a_bare_kill_is_no_such():
+    c = running(3).fail(0, at_ns=1).exit(1, code=None, signal=9, oom_killed=True)
+    c.feed(events.WorkerLost("n1", 1, 2))
+    assert (verdict(c).rank, verdict(c).reason) == (1, FailureReason.OOM_KILLED)
+    assert "for want of memory" in verdict(c).message
+    c = running(3).exit(1, code=None, signal=9)
+    assert verdict(c).reason is FailureReason.SIGNALLED
+
+
+def test_what_a_rank_told_of_its_killed_child_is_part_of_the_verdict():
+    c = running(3).fail(1, message="RuntimeError: DataLoader worker is killed").exit(1, code=1, oom_killed=True)
+    assert verdict(c).reason is FailureReason.OOM_KILLED and "DataLoader worker" in verdict(c).message
+
+
+def test_failures_on_two_hosts_are_ordered_by_their_corrected_clocks_unless_the_error_leaves_it_open():
+    def failed(*moments):
+        c = running(1, 1, 1)
+        for rank, (earliest, latest) in enumerate(moments, 1):
+            c.exit(rank, code=7, boottime_ns=rank, moment=Moment(earliest, latest))
+        return verdict(c)
+
+    assert failed((200, 220), (100, 120)).rank == 2
+    assert "not known" not in failed((200, 220), (100, 120)).message
+    assert "not known" in failed((110, 130), (100, 120)).message
+
+
+def test_a_wrong_rank_is_not_certain_where_one_failure_has_no_corrected_time():
+    c = running(1, 1, 1).exit(1, code=7, moment=Moment(5, 6)).exit(2, code=7)
+    assert "not known" in verdict(c).message

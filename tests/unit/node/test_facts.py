@@ -64,3 +64,10 @@ def test_where_a_rank_is_travels_and_what_is_no_position_does_not() -> None:
     assert (list(position.waiting_on), position.age_s, position.longest_step_s) == ([0], 2.5, 0.0)
     assert convert.rank_progress(7, 0, {"waiting_on": "all"}, 0.0).position.waiting_on_all
     assert not convert.rank_progress(7, 0, {}, 9.0).HasField("progress"), "it has said nothing yet"
+
+
+def test_a_fact_says_when_it_was_on_the_coordinators_clock_within_the_error_of_the_offset() -> None:
+    fact = Fact(7, 0, "joined", 5_000_000_000)
+    moment = convert.fact_message(fact, (2.0, 0.25)).moment
+    assert (moment.earliest_ns, moment.latest_ns) == (2_750_000_000, 3_250_000_000)
+    assert not convert.fact_message(fact).HasField("moment")

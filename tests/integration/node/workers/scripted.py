@@ -89,6 +89,19 @@ def litter(channel, assign):
     sys.exit(5)
 
 
+def starve(channel, assign):
+    """Take more memory than the rank may have."""
+    channel.say(type="beat", step=1, action="F0", section="step")
+    bytearray(1 << 30)
+
+
+def hide(channel, assign):
+    """Leave a child that nothing tells apart from any other process: a session, a parent and an environment of its own."""
+    code = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(600)"
+    subprocess.run([sys.executable, "-c", code], env={}, stdout=subprocess.DEVNULL, check=True)
+    sys.exit(5)
+
+
 def flood(channel, assign):
     block = b"x" * 65535 + b"\n"
     for _ in range(1200):
@@ -145,7 +158,7 @@ def until_file(channel, assign):
     sys.exit(code)
 
 
-PROCESS_ENDS = (done, fail, fail_at_sigterm, wait, ignore, polite, litter, until_file)
+PROCESS_ENDS = (done, fail, fail_at_sigterm, wait, ignore, polite, litter, starve, hide, until_file)
 OUTPUTS = (flood, flood_of_one_line, last_words, count_until_file, babble)
 ACTS = {function.__name__: function for function in (*PROCESS_ENDS, *OUTPUTS)}
 
