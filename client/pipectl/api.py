@@ -31,12 +31,15 @@ _CODES = {
     grpc.StatusCode.ALREADY_EXISTS: Exit.CONFLICT,
     grpc.StatusCode.FAILED_PRECONDITION: Exit.CONFLICT,
     grpc.StatusCode.ABORTED: Exit.CONFLICT,
+    grpc.StatusCode.OUT_OF_RANGE: Exit.CONFLICT,
     grpc.StatusCode.PERMISSION_DENIED: Exit.DENIED,
     grpc.StatusCode.UNAUTHENTICATED: Exit.DENIED,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Exit.UNSCHEDULABLE,
     grpc.StatusCode.UNAVAILABLE: Exit.UNREACHABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: Exit.UNREACHABLE,
 }
+
+_PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 def _dial(host: str, port: int, outcome: queue.SimpleQueue[str]) -> None:
@@ -132,19 +135,31 @@ class Coordinator:
 
     def watch(self, job_id: str) -> Iterator[jobs_pb2.Job]:
         """Yield the job after each change until it is terminal, across restarts of the coordinator."""
+        last = jobs_pb2.Job()
+        while last.state not in TERMINAL:
+            for response in self._lasting(lambda: self.jobs.Watch(jobs_pb2.WatchRequest(job=job_id))):
+                last = response.job
+                yield last
+
+    def watch_events(self, job: str, from_event_seq: int) -> Iterator[jobs_pb2.Event]:
+        """Yield events as they come, each once, across restarts of the coordinator; of a job until it has ended."""
+        request = jobs_pb2.WatchEventsRequest(job=job, from_event_seq=from_event_seq)
+        for response in self._lasting(lambda: self.jobs.WatchEvents(request)):
+            yield from response.events
+            request.from_event_seq = response.next_event_seq
+
+    def _lasting(self, call: Callable[[], Iterator[T]]) -> Iterator[T]:
+        """Yield what the stream sends, made anew for as long as OUTAGE_S while nobody serves it, until it ends well."""
         lost_at: float | None = None
         while True:
             try:
-                for response in self.jobs.Watch(jobs_pb2.WatchRequest(job=job_id)):
+                for response in call():
                     lost_at = None
-                    yield response.job
-                    if response.job.state in TERMINAL:
-                        return
+                    yield response
+                return
             except grpc.RpcError as error:
-                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                    raise command_error(error, self.address) from None
                 lost_at = lost_at or time.monotonic()
-                if time.monotonic() - lost_at > OUTAGE_S:
+                if error.code() not in _PASSING or time.monotonic() - lost_at > OUTAGE_S:
                     raise command_error(error, self.address) from None
             time.sleep(0.5)
 

@@ -14,6 +14,7 @@ KEY = "grpc-status-details-bin"
 DOMAIN = "piped"
 _ERROR_INFO = "type.googleapis.com/google.rpc.ErrorInfo"
 _BAD_REQUEST = "type.googleapis.com/google.rpc.BadRequest"
+_RETRY_INFO = "type.googleapis.com/google.rpc.RetryInfo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Details:
     reason: str
     metadata: Mapping[str, str] = field(default_factory=dict)
     violations: tuple[tuple[str, str], ...] = ()
+    retry_after_s: float | None = None  # None: asking again as it is won't help, or nothing is known
 
 
 def encode(code: int, message: str, details: Details) -> tuple[tuple[str, bytes], ...]:
@@ -35,6 +37,10 @@ def encode(code: int, message: str, details: Details) -> tuple[tuple[str, bytes]
         for name, description in details.violations:
             bad.field_violations.add(field=name, description=description)
         status.details.append(_pack(_BAD_REQUEST, bad))
+    if details.retry_after_s is not None:
+        retry = errors_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(details.retry_after_s * 1e9))
+        status.details.append(_pack(_RETRY_INFO, retry))
     return ((KEY, status.SerializeToString()),)
 
 
@@ -53,6 +59,7 @@ def decode(trailing_metadata: Iterable[tuple[str, str | bytes]] | None) -> Detai
 def _decode(status: errors_pb2.Status) -> Details | None:
     reason, metadata = "", {}
     violations: tuple[tuple[str, str], ...] = ()
+    retry_after_s = None
     for each in status.details:
         if each.type_url == _ERROR_INFO:
             info = errors_pb2.ErrorInfo.FromString(each.value)
@@ -60,7 +67,9 @@ def _decode(status: errors_pb2.Status) -> Details | None:
         elif each.type_url == _BAD_REQUEST:
             bad = errors_pb2.BadRequest.FromString(each.value)
             violations = tuple((one.field, one.description) for one in bad.field_violations)
-    return Details(reason, metadata, violations) if reason else None
+        elif each.type_url == _RETRY_INFO:
+            retry_after_s = errors_pb2.RetryInfo.FromString(each.value).retry_delay.ToNanoseconds() / 1e9
+    return Details(reason, metadata, violations, retry_after_s) if reason else None
 
 
 def _pack(type_url: str, message: Message) -> Any:

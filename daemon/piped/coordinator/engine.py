@@ -29,6 +29,7 @@ from piped.core.model import Record, State
 from piped.errors import BugError, PipedError, StoreRolledBack, UnavailableError
 
 MAX_BATCH = 256
+ANY_JOB = ""  # to watch: set with every line of the event log
 _RETRY_S = 1.0
 Deadline = StartDeadlinePassed | DrainDeadlinePassed | QuarantineEnded | BackoffEnded | StoreRetried
 log = structlog.get_logger("coordinator")
@@ -125,7 +126,7 @@ class Engine:
                     _fail(left, UnavailableError("the coordinator is stopping; try again"))
 
     def watch(self, job_id: str) -> tuple[asyncio.Event, Callable[[], None]]:
-        """Return an event that is set when the job changes, and a function that ends the watch."""
+        """Return an event that is set when the job changes (or anything, for ANY_JOB), and a function that ends the watch."""
         changed = asyncio.Event()
         self._watchers.setdefault(job_id, set()).add(changed)
 
@@ -194,6 +195,7 @@ class Engine:
             match effect:
                 case fx.WriteRecord(record):
                     log.info(record.name, reason=record.reason, job_id=record.job_id, node=record.node_name)
+                    self.notify(ANY_JOB)
                 case fx.NotifyWatchers(job_id):
                     self.notify(job_id)
                 case fx.PlaceQueued():

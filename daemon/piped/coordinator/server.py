@@ -30,6 +30,7 @@ from piped.coordinator.bulk import BulkLinks
 from piped.coordinator.cluster import ClusterService
 from piped.coordinator.engine import Engine
 from piped.coordinator.hangs import HangWatch
+from piped.coordinator.history import History
 from piped.coordinator.http import FleetCollector, HttpSide
 from piped.coordinator.progress import ProgressBoard
 from piped.coordinator.services import JobService
@@ -100,7 +101,8 @@ class Coordinator:
         self._version = version
         files = ArtifactFiles(config.state_dir / "artifacts")
         self._artifacts = ArtifactService(self._engine, files)
-        self._jobs = JobService(self._engine, store, board, bulk, files, self._closing)
+        self._history = History(self._engine, store, self._closing)
+        self._jobs = JobService(self._engine, self._history, board, bulk, files, self._closing)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs know only the threaded one
 
     def _build_nodes(self, state: State) -> tuple[NodeService, ProgressBoard, BulkLinks]:
@@ -129,6 +131,7 @@ class Coordinator:
                 await self._open(opened)
                 running.append(tasks.create_task(self._nodes.tick_leases(), name="leases"))
                 running.append(tasks.create_task(self._hangs.run(), name="hangs"))
+                running.append(tasks.create_task(self._history.prune(), name="prune"))
                 running.append(tasks.create_task(_feed_watchdog(), name="watchdog"))
                 self._is_open = True
                 await self._tell_health()

@@ -17,8 +17,8 @@ from piped.coordinator.artifacts import ArtifactFiles
 from piped.coordinator.bulk import BulkLinks, FileName
 from piped.coordinator.cluster import check_texts
 from piped.coordinator.engine import Engine
+from piped.coordinator.history import History
 from piped.coordinator.progress import ProgressBoard
-from piped.coordinator.store import Store
 from piped.coordinator.tasks import Closing, merge
 from piped.core import placement, specs
 from piped.core.events import CancelRequested, HoldRequested, JobSubmitted, ReleaseRequested
@@ -26,7 +26,6 @@ from piped.core.model import Attempt, AttemptState, Job, JobSpec, State
 from piped.errors import FieldViolation, NotFoundError, SpecError, UserError, WrongStateError
 
 WATCH_INTERVAL_S = 0.25  # at most one message per watch in that time
-MAX_EVENTS = 1000  # per reply
 MAX_REQUEST_ID = 128
 
 
@@ -56,13 +55,13 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     def __init__(
         self,
         engine: Engine,
-        store: Store,
+        history: History,
         board: ProgressBoard,
         bulk: BulkLinks,
         files: ArtifactFiles,
         closing: Closing,
     ) -> None:
-        self._engine, self._store, self._board = engine, store, board
+        self._engine, self._history, self._board = engine, history, board
         self._bulk, self._files, self._closing = bulk, files, closing
 
     async def Validate(self, request: jobs_pb2.ValidateRequest, _context: object) -> jobs_pb2.ValidateResponse:
@@ -171,8 +170,16 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
 
     async def Events(self, request: jobs_pb2.EventsRequest, _context: object) -> jobs_pb2.EventsResponse:
         job_id = find_job(self._engine.state, request.job).job_id if request.job else ""
-        records = await self._store.events(job_id, request.from_event_seq, MAX_EVENTS)
+        records = await self._history.page(job_id, request.from_event_seq)
         return jobs_pb2.EventsResponse(events=[wire.record_to_proto(each) for each in records])
+
+    async def WatchEvents(
+        self, request: jobs_pb2.WatchEventsRequest, _context: object
+    ) -> AsyncIterator[jobs_pb2.WatchEventsResponse]:
+        job_id = find_job(self._engine.state, request.job).job_id if request.job else ""
+        async for records in self._history.follow(job_id, request.from_event_seq):
+            events = [wire.record_to_proto(each) for each in records]
+            yield jobs_pb2.WatchEventsResponse(events=events, next_event_seq=records[-1].event_seq + 1)
 
     async def Trace(self, request: jobs_pb2.TraceRequest, _context: object) -> AsyncIterator[jobs_pb2.TraceResponse]:
         """Send what workers recorded, rank after rank."""

@@ -1,6 +1,6 @@
-"""The one table from error types to gRPC status codes, and the interceptor that applies and measures it.
+"""Errors of ours as gRPC statuses: the interceptor that sends and measures them, and what a call may take at most.
 
-A servicer raises PipedError; a client gets the code, the text and the details (pipeapi.status).
+A servicer raises PipedError; a client gets its code (`piped.errors` is the table), the text and the details (pipeapi.status).
 """
 
 from __future__ import annotations
@@ -17,22 +17,9 @@ from google.protobuf.message import Message
 from pipeapi import status
 from piped import errors
 
-CODES: dict[type[errors.PipedError], grpc.StatusCode] = {  # the first row that fits the error's type counts
-    errors.SpecError: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
-    errors.WrongStateError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.ConflictError: grpc.StatusCode.ALREADY_EXISTS,
-    errors.TooLargeError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.UserError: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.RegistrationRefused: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.LeaseLost: grpc.StatusCode.ABORTED,
-    errors.NodeError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.TooSlowError: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
-    errors.BugError: grpc.StatusCode.INTERNAL,
-}
-
 UNARY_S = 30.0  # for any unary call, whatever the client allows
+UPLOAD_S = 600.0  # for any call that sends a stream and gets one answer
+MAX_STREAMS = 4000  # watches, logs and the like that are sent at once
 log = structlog.get_logger("coordinator")
 Call = Callable[[Any, Any], Awaitable[Any]]
 Observe = Callable[[str, str, float], None]  # method, code, seconds
@@ -40,16 +27,18 @@ Observe = Callable[[str, str, float], None]  # method, code, seconds
 
 def code_of(error: errors.PipedError) -> grpc.StatusCode:
     """Return the status code of an error of ours."""
-    return next(code for kind, code in CODES.items() if isinstance(error, kind))
+    return grpc.StatusCode[error.code]
 
 
 def details_of(error: errors.PipedError) -> status.Details:
     """Return what programs can read of the error."""
+    metadata: dict[str, str] = {}
+    violations: tuple[tuple[str, str], ...] = ()
     if isinstance(error, errors.SpecError):
-        return status.Details(error.reason, violations=tuple((v.field, v.description) for v in error.violations))
+        violations = tuple((each.field, each.description) for each in error.violations)
     if isinstance(error, errors.ConflictError):
-        return status.Details(error.reason, {"job_id": error.holder, "hint": error.hint})
-    return status.Details(error.reason)
+        metadata = {"job_id": error.holder, "hint": error.hint}
+    return status.Details(error.reason, metadata, violations, error.retry_after_s)
 
 
 async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: errors.PipedError) -> NoReturn:
@@ -62,10 +51,18 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: errors.Pipe
 
 
 class Edge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Turns errors of ours into status codes, and measures every unary call."""
+    """Turns errors of ours into status codes, limits every call but a node's streams, and measures every unary one."""
 
-    def __init__(self, observe: Observe, *, limit_s: float = UNARY_S) -> None:
-        self._observe, self._limit_s = observe, limit_s
+    def __init__(
+        self,
+        observe: Observe,
+        *,
+        limit_s: float = UNARY_S,
+        upload_limit_s: float = UPLOAD_S,
+        max_streams: int = MAX_STREAMS,
+    ) -> None:
+        self._observe, self._limit_s, self._upload_limit_s = observe, limit_s, upload_limit_s
+        self._streams_left = max_streams
 
     async def intercept_service(
         self,
@@ -82,9 +79,10 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic
             call = self._unary(method, _limited(method, found.unary_unary, self._limit_s))
             return grpc.unary_unary_rpc_method_handler(call, *codecs)
         if found.request_streaming and not found.response_streaming:
-            return grpc.stream_unary_rpc_method_handler(self._unary(method, found.stream_unary), *codecs)
+            call = self._unary(method, _limited(method, found.stream_unary, self._upload_limit_s))
+            return grpc.stream_unary_rpc_method_handler(call, *codecs)
         if not found.request_streaming:
-            return grpc.unary_stream_rpc_method_handler(_stream(found.unary_stream), *codecs)
+            return grpc.unary_stream_rpc_method_handler(self._stream(found.unary_stream), *codecs)
         return grpc.stream_stream_rpc_method_handler(
             _session(found.stream_stream), found.request_deserializer, _serialized
         )
@@ -105,6 +103,21 @@ class Edge(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic
 
         return answer
 
+    def _stream(self, call: Callable[[Any, Any], AsyncIterator[Any]]) -> Any:
+        async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+            if self._streams_left <= 0:
+                await refuse(context, errors.BusyError("no more streams at once are served; end one, or wait"))
+            self._streams_left -= 1
+            try:
+                async for each in call(request, context):
+                    yield each
+            except errors.PipedError as error:
+                await refuse(context, error)
+            finally:
+                self._streams_left += 1
+
+        return answer
+
 
 def _serialized(message: Message) -> bytes:
     """Serialize whatever message it is: some have a twin (SerializedSessionResponse)."""
@@ -118,20 +131,9 @@ def _limited(method: str, call: Call, limit_s: float) -> Call:
                 return await call(request, context)
         except TimeoutError:
             raise errors.TooSlowError(
-                f"{method} took more than {limit_s:g} s: is the disk of the coordinator stuck? Ask again, under the "
+                f"{method} took more than {limit_s:g} s: is its disk stuck, or the way to it slow? Ask again, under the "
                 "same request id if it was a submission"
             ) from None
-
-    return answer
-
-
-def _stream(call: Callable[[Any, Any], AsyncIterator[Any]]) -> Any:
-    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            async for each in call(request, context):
-                yield each
-        except errors.PipedError as error:
-            await refuse(context, error)
 
     return answer
 

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 SUBMISSION_KEPT_S = 48 * 3600.0
 EVENTS_KEPT_S = 7 * 24 * 3600.0
+MAX_EVENTS = 1_000_000  # kept
+PRUNE_ROWS = 10_000  # per transaction, so that commits need not wait long
 
 
 def hold(state_dir: Path) -> int:
@@ -54,10 +56,12 @@ def hold(state_dir: Path) -> int:
 class Store:
     """One SQLite file. Every method runs on the writer thread and is awaited from the loop."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, *, max_events: int = MAX_EVENTS) -> None:
+        self._max_events = max_events
         self._path = state_dir / "coordinator.db"
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._db: sqlite3.Connection | None = None
+        self.pruned_event_seq = 0  # no older event is kept, nor this one
 
     async def open(self, now_s: float) -> State:
         """Create or open the file, count the epoch up, and return the state.
@@ -78,6 +82,13 @@ class Store:
     async def events(self, job_id: str, from_event_seq: int, limit: int) -> list[Record]:
         """Return log lines from `from_event_seq` on, oldest first; an empty `job_id` means all."""
         return await self._call(self._events, job_id, from_event_seq, limit)
+
+    async def prune(self, now_s: float) -> int:
+        """Delete events that are too old or too many; return how many. Raises UnavailableError when the disk refuses."""
+        total = 0
+        while count := await self._call(self._prune, now_s):
+            total += count
+        return total
 
     async def close(self) -> None:
         """Checkpoint and close the file, and end the thread."""
@@ -115,7 +126,8 @@ class Store:
             db.execute(f"PRAGMA user_version = {schema.VERSION}")
             db.execute("UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'epoch'")
             db.execute("DELETE FROM submissions WHERE at_s < ?", (now_s - SUBMISSION_KEPT_S,))
-            db.execute("DELETE FROM events WHERE at_s < ?", (now_s - EVENTS_KEPT_S,))
+        while self._prune(now_s):
+            pass
         state = self._load()
         invariants.check(state)
         return state
@@ -150,6 +162,7 @@ class Store:
 
     def _load(self) -> State:
         meta = {row["key"]: row["value"] for row in self._rows("SELECT * FROM meta")}
+        self.pruned_event_seq = int(meta.get("pruned_event_seq", 0))
         placements: dict[int, list[RankPlacement]] = {}
         for row in self._rows("SELECT * FROM placements ORDER BY fence, rank"):
             placements.setdefault(row["fence"], []).append(schema.placement_from(row))
@@ -193,6 +206,28 @@ class Store:
         where = "event_seq >= ? AND job_id = ?" if job_id else "event_seq >= ? AND ? = ''"
         query = f"SELECT * FROM events WHERE {where} ORDER BY event_seq LIMIT ?"
         return [Record(**row) for row in self._rows(query, from_event_seq, job_id, limit)]
+
+    def _prune(self, now_s: float) -> int:
+        """Delete the oldest of the events that need not be kept any more; return how many."""
+        kept_from = self._connection.execute(
+            "SELECT max(coalesce((SELECT min(event_seq) FROM events WHERE at_s >= ?), newest + 1), newest + 1 - ?) "
+            "FROM (SELECT coalesce(max(event_seq), 0) AS newest FROM events)",
+            (now_s - EVENTS_KEPT_S, self._max_events),
+        ).fetchone()[0]
+        last = self._connection.execute(
+            "SELECT max(event_seq) FROM (SELECT event_seq FROM events WHERE event_seq < ? ORDER BY event_seq LIMIT ?)",
+            (kept_from, PRUNE_ROWS),
+        ).fetchone()[0]
+        if last is None:
+            return 0
+        try:
+            with self._transaction() as db:
+                db.execute("INSERT OR REPLACE INTO meta VALUES ('pruned_event_seq', ?)", (str(last),))
+                count = db.execute("DELETE FROM events WHERE event_seq <= ?", (last,)).rowcount
+        except sqlite3.OperationalError as error:
+            raise UnavailableError(f"old events can't be deleted ({error})") from error
+        self.pruned_event_seq = last
+        return count
 
     def _close(self) -> None:
         if self._db is not None:

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pipeapi/v1/errors.proto\x12\npipeapi.v1\x1a\x19google/protobuf/any.proto\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"\x93\x01\n\tErrorInfo\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x35\n\x08metadata\x18\x03 \x03(\x0b\x32#.pipeapi.v1.ErrorInfo.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x83\x01\n\nBadRequest\x12?\n\x10\x66ield_violations\x18\x01 \x03(\x0b\x32%.pipeapi.v1.BadRequest.FieldViolation\x1a\x34\n\x0e\x46ieldViolation\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pipeapi/v1/errors.proto\x12\npipeapi.v1\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"\x93\x01\n\tErrorInfo\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x35\n\x08metadata\x18\x03 \x03(\x0b\x32#.pipeapi.v1.ErrorInfo.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x83\x01\n\nBadRequest\x12?\n\x10\x66ield_violations\x18\x01 \x03(\x0b\x32%.pipeapi.v1.BadRequest.FieldViolation\x1a\x34\n\x0e\x46ieldViolation\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\";\n\tRetryInfo\x12.\n\x0bretry_delay\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Durationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,14 +35,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORINFO_METADATAENTRY']._loaded_options = None
   _globals['_ERRORINFO_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_STATUS']._serialized_start=66
-  _globals['_STATUS']._serialized_end=144
-  _globals['_ERRORINFO']._serialized_start=147
-  _globals['_ERRORINFO']._serialized_end=294
-  _globals['_ERRORINFO_METADATAENTRY']._serialized_start=247
-  _globals['_ERRORINFO_METADATAENTRY']._serialized_end=294
-  _globals['_BADREQUEST']._serialized_start=297
-  _globals['_BADREQUEST']._serialized_end=428
-  _globals['_BADREQUEST_FIELDVIOLATION']._serialized_start=376
-  _globals['_BADREQUEST_FIELDVIOLATION']._serialized_end=428
+  _globals['_STATUS']._serialized_start=98
+  _globals['_STATUS']._serialized_end=176
+  _globals['_ERRORINFO']._serialized_start=179
+  _globals['_ERRORINFO']._serialized_end=326
+  _globals['_ERRORINFO_METADATAENTRY']._serialized_start=279
+  _globals['_ERRORINFO_METADATAENTRY']._serialized_end=326
+  _globals['_BADREQUEST']._serialized_start=329
+  _globals['_BADREQUEST']._serialized_end=460
+  _globals['_BADREQUEST_FIELDVIOLATION']._serialized_start=408
+  _globals['_BADREQUEST_FIELDVIOLATION']._serialized_end=460
+  _globals['_RETRYINFO']._serialized_start=462
+  _globals['_RETRYINFO']._serialized_end=521
 # @@protoc_insertion_point(module_scope)

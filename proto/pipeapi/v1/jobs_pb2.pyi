@@ -454,6 +454,22 @@ class EventsResponse(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[Event]
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
+class WatchEventsRequest(_message.Message):
+    __slots__ = ("job", "from_event_seq")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    FROM_EVENT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    from_event_seq: int
+    def __init__(self, job: _Optional[str] = ..., from_event_seq: _Optional[int] = ...) -> None: ...
+
+class WatchEventsResponse(_message.Message):
+    __slots__ = ("events", "next_event_seq")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_EVENT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    next_event_seq: int
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., next_event_seq: _Optional[int] = ...) -> None: ...
+
 class TraceRequest(_message.Message):
     __slots__ = ("job", "kind")
     JOB_FIELD_NUMBER: _ClassVar[int]

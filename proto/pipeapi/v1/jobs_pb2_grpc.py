@@ -89,6 +89,11 @@ class JobServiceStub:
                 request_serializer=pipeapi_dot_v1_dot_jobs__pb2.EventsRequest.SerializeToString,
                 response_deserializer=pipeapi_dot_v1_dot_jobs__pb2.EventsResponse.FromString,
                 _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/pipeapi.v1.JobService/WatchEvents',
+                request_serializer=pipeapi_dot_v1_dot_jobs__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=pipeapi_dot_v1_dot_jobs__pb2.WatchEventsResponse.FromString,
+                _registered_method=True)
         self.Trace = channel.unary_stream(
                 '/pipeapi.v1.JobService/Trace',
                 request_serializer=pipeapi_dot_v1_dot_jobs__pb2.TraceRequest.SerializeToString,
@@ -165,7 +170,16 @@ class JobServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Events(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Events returns a page of the log; OUT_OF_RANGE where it was asked for what is deleted already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """WatchEvents sends events as they come, from an event number on: who goes on at `next_event_seq` misses none and gets
+        none twice, also after a restart of the coordinator. With a job it ends with the job.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -234,6 +248,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=pipeapi_dot_v1_dot_jobs__pb2.EventsRequest.FromString,
                     response_serializer=pipeapi_dot_v1_dot_jobs__pb2.EventsResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=pipeapi_dot_v1_dot_jobs__pb2.WatchEventsRequest.FromString,
+                    response_serializer=pipeapi_dot_v1_dot_jobs__pb2.WatchEventsResponse.SerializeToString,
             ),
             'Trace': grpc.unary_stream_rpc_method_handler(
                     servicer.Trace,
@@ -538,6 +557,33 @@ class JobService:
             '/pipeapi.v1.JobService/Events',
             pipeapi_dot_v1_dot_jobs__pb2.EventsRequest.SerializeToString,
             pipeapi_dot_v1_dot_jobs__pb2.EventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pipeapi.v1.JobService/WatchEvents',
+            pipeapi_dot_v1_dot_jobs__pb2.WatchEventsRequest.SerializeToString,
+            pipeapi_dot_v1_dot_jobs__pb2.WatchEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

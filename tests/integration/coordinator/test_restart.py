@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -149,5 +150,28 @@ def test_a_stop_ends_open_streams(served: Served) -> None:
             assert await coordinator.stop() == 0
             assert (await watch.code()).name == "UNAVAILABLE"
             assert "UNAVAILABLE" in {each.name for each in node.errors}
+
+    asyncio.run(scenario())
+
+
+def test_events_that_are_followed_come_once_each_over_a_restart_until_the_job_has_ended(served: Served) -> None:
+    async def scenario() -> None:
+        async with served() as (coordinator, client), ScriptedNode(coordinator.address, "n1").running() as node:
+            fence = (await client.until_state((await client.submit(spec())).job_id, "RUNNING")).fence
+            command = [sys.executable, "-m", "pipectl", "--coordinator", coordinator.address]
+            following = await asyncio.create_subprocess_exec(
+                *(*command, "events", "gpt", "--follow", "-o", "json"), stdout=asyncio.subprocess.PIPE
+            )
+            assert following.stdout is not None
+            first = await asyncio.wait_for(following.stdout.readline(), DEADLINE_S)
+            await kill_and_restart(coordinator)
+            await client.nodes()
+            node.finish(fence)
+            rest, _ = await asyncio.wait_for(following.communicate(), DEADLINE_S)
+            shown = [json.loads(line) for line in (first + rest).splitlines()]
+            all_events = await client.jobs.Events(jobs_pb2.EventsRequest(job="gpt"), timeout=DEADLINE_S)
+            assert [int(each["event_seq"]) for each in shown] == [each.event_seq for each in all_events.events]
+            assert {"job_submitted", "job_succeeded", "attempt_ended"} <= {each["name"] for each in shown}
+            assert following.returncode == 0
 
     asyncio.run(scenario())
