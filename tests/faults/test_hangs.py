@@ -27,29 +27,10 @@ def cluster(tmp_path_factory):
         cluster.check_no_leak()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def hung(cluster):
-    """What all jobs that hang by themselves ended with; they run side by side."""
-    ids = {how: cluster.submit(stuck(how)) for how in WAYS}
-    return {how: cluster.wait_for(job_id, "FAILED", timeout_s=60) for how, job_id in ids.items()}
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_the_rank_that_stands_still_is_named_with_its_section_its_waiters_and_its_stacks(hung, how):
-    rank, told, function = WAYS[how]
-    failure = hung[how].failure
-    assert (failure.reason, failure.rank) == (jobs_pb2.FAILURE_REASON_HANG, rank)
-    assert told in failure.message and f"rank {1 - rank} waits for" in failure.message
-    assert "not known" not in failure.message
-    assert function in failure.log_tail
-
-
-def test_a_stopped_rank_is_named_and_its_neighbours_are_not(cluster):
-    job_id = cluster.submit(stuck("not at all"))
-    os.kill(at_step(cluster, job_id, 3)[1], signal.SIGSTOP)
-    failure = cluster.wait_for(job_id, "FAILED", timeout_s=60).failure
-    assert (failure.reason, failure.rank) == (jobs_pb2.FAILURE_REASON_HANG, 1)
-    assert "said nothing" in failure.message and "rank 0 waits for 1" in failure.message
+    """Jobs that hang by themselves, beside whatever else the tests do."""
+    return {how: cluster.submit(stuck(how)) for how in WAYS}
 
 
 def test_a_rank_that_stops_for_two_seconds_restarts_nothing(cluster, losses):
@@ -64,6 +45,16 @@ def test_what_stood_still_while_the_coordinator_was_away_has_all_its_time_again(
     cluster.coordinator.kill()
     stopped_for(pid, 5.0, then=cluster.coordinator.start)
     check_undisturbed(cluster, job_id, losses)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_the_rank_that_stands_still_is_named_with_its_section_its_waiters_and_its_stacks(cluster, hung, how):
+    rank, told, function = WAYS[how]
+    failure = cluster.wait_for(hung[how], "FAILED", timeout_s=60).failure
+    assert (failure.reason, failure.rank) == (jobs_pb2.FAILURE_REASON_HANG, rank)
+    assert told in failure.message and f"rank {1 - rank} waits for" in failure.message
+    assert "not known" not in failure.message
+    assert function in failure.log_tail
 
 
 def stopped_for(pid, seconds, then=lambda: None):

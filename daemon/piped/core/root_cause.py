@@ -65,7 +65,7 @@ def with_quotes(attempt: Attempt) -> Attempt:
 def _with_quote(worker: Worker, quote: WorkerReport | None) -> Worker:
     if quote is None or worker.report is not None or worker.state is WorkerState.LOST:
         return worker
-    return replace(worker, report=quote, failed_boottime_ns=0)  # when it failed, the quote does not tell
+    return replace(worker, report=quote, failed_boottime_ns=0, failed_moment=None)  # when, the quote does not tell
 
 
 def _is_stopped(worker: Worker) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import torch
 from torch import nn
@@ -31,13 +32,16 @@ class Ends(ProgramDefaults):
     def loss(self, output, target):
         Ends.calls += 1
         value = ((output - target) ** 2).mean()
-        if Ends.calls <= 2:
+        if Ends.calls <= 2 or self.how == "node loss":
+            time.sleep(0.02)
             return value
         match self.how:
             case "exit 7" | "exit 0":
                 os._exit(int(self.how[-1]))
             case "exception":
                 raise ValueError("told by itself")
-            case "SIGKILL" | "SIGSEGV":
+            case "OOM":
+                bytearray(4 << 30)
+            case "SIGKILL" | "SIGSEGV" | "SIGSTOP":
                 os.kill(os.getpid(), signal.Signals[self.how])
         return value * float("nan")
