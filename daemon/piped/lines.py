@@ -33,9 +33,10 @@ daemon → shim:
 shim → daemon:
     hello      {version, fence, job_id, pid, ranks: {rank: {state, pid, starttime, code, signal, by_supervisor}}}  first
     spawned    {rank, pid, starttime}
+    unkillable {rank}                          5 s after SIGKILL it has not ended
     exited     {rank, code, signal, by_supervisor, oom_killed, log_tail}
     worker     {rank, message}                 a line of that worker, as it came
-    The last three also carry boottime_ns: nanoseconds since boot (CLOCK_BOOTTIME) when the shim saw it.
+    The last four also carry boottime_ns: nanoseconds since boot (CLOCK_BOOTTIME) when the shim saw it.
 """
 
 from __future__ import annotations

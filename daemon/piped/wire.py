@@ -155,6 +155,8 @@ def fact_from_proto(node_id: str, fact: nodes_pb2.Fact) -> events.Fact | None:
             )
         case "attempt_empty":
             return events.AttemptEmptied(node_id, fence)
+        case "unkillable":
+            return events.WorkerUnkillable(node_id, fence, rank)
         case "rank_lost":
             return events.WorkerLost(node_id, fence, rank, fact.boottime_ns)
     return None

@@ -191,6 +191,8 @@ def worker_fact(draft: Draft, event: events.WorkerFact) -> str:
         _stop(draft, attempt, _A.ABORTED, f"node {node_name} lost the attempt's shim before its start", grace_s=0.0)
     else:
         _judge(draft, attempt, (worker,))
+    if worker.state is WorkerState.UNKILLABLE:
+        settle(draft, draft.attempts[attempt.fence])
     return reason
 
 
@@ -254,7 +256,7 @@ def settle(draft: Draft, attempt: Attempt) -> None:
         attempt = replace(attempt, verdict=verdict)
         draft.put_attempt(attempt)
     holders = {key[0] for key, fence in draft.reservations.items() if fence == attempt.fence}
-    is_awaited = any(not draft.nodes[node_id].is_gone for node_id in holders)
+    is_awaited = any(not draft.nodes[node_id].is_gone and not _is_given_up(attempt, node_id) for node_id in holders)
     unknown = _may_run_on(draft, attempt, holders) if _starts_anew(draft, attempt) else []
     _tell_wait(draft, attempt.job_id, [] if is_awaited else unknown)
     if is_awaited or unknown:
@@ -289,19 +291,35 @@ def _starts_anew(draft: Draft, attempt: Attempt) -> bool:
     return retries.why_final(job, attempt, attempt.verdict, draft.attempts) is None
 
 
+def _is_given_up(attempt: Attempt, node_id: str) -> bool:
+    """Return whether all that the node has left of the attempt are ranks that nothing kills."""
+    left = [attempt.workers[each.rank] for each in attempt.placement if each.node_id == node_id]
+    left = [each for each in left if not each.has_ended]
+    return bool(left) and all(each.state is WorkerState.UNKILLABLE for each in left)
+
+
 def _may_run_on(draft: Draft, attempt: Attempt, holders: set[str]) -> list[str]:
-    """Return the names of the LOST nodes that may still run ranks of an attempt whose job is to start anew."""
+    """Return the names of nodes that may still run ranks of an attempt whose job is to start anew: LOST ones, and those
+    where a rank can't be killed.
+    """
     if not attempt.prepared_nodes.issuperset(attempt.node_ids):
         return []  # it was never committed
     left = (each for each in attempt.placement if not attempt.workers[each.rank].has_ended)
-    gone = (each for each in left if each.node_id in holders and draft.nodes[each.node_id].is_gone)
-    return list(dict.fromkeys(each.node_name for each in gone))
+    may = (
+        each
+        for each in left
+        if each.node_id in holders
+        and (draft.nodes[each.node_id].is_gone or attempt.workers[each.rank].state is WorkerState.UNKILLABLE)
+    )
+    return list(dict.fromkeys(each.node_name for each in may))
 
 
 def _tell_wait(draft: Draft, job_id: str, names: list[str]) -> None:
-    """Have a job that is to start anew say which LOST nodes keep it from that."""
+    """Have a job that is to start anew say which nodes, LOST or with a rank that can't be killed, keep it from that."""
     job = draft.jobs[job_id]
-    told = f"waits for {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} lost and may still run it: "
+    lost = {node.node_name for node in draft.nodes.values() if node.is_gone}
+    how = "lost" if lost.issuperset(names) else "lost or can't kill it,"
+    told = f"waits for {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} {how} and may still run it: "
     reason = told + "until it reports, or pipectl forget says that it is gone" if names else ""
     if not job.is_terminal and job.pending_reason != reason:
         draft.put_job(replace(job, pending_reason=reason))
@@ -377,6 +395,8 @@ def _advance(worker: Worker, event: events.WorkerFact) -> Worker:
                 failed_boottime_ns=worker.failed_boottime_ns or event.boottime_ns,
                 failed_moment=worker.failed_moment if worker.failed_boottime_ns else event.moment,
             )
+        case events.WorkerUnkillable():
+            return _raise(worker, WorkerState.UNKILLABLE)
         case events.WorkerLost():
             return _raise(worker, WorkerState.LOST) if not worker.has_ended else worker
     return worker
@@ -401,5 +421,7 @@ def _account(event: events.WorkerFact) -> tuple[str, str]:
             how = f"signal {event.signal}" if event.signal is not None else f"code {event.code}"
             why = ", out of memory" if event.oom_killed else ", stopped by its node" if event.by_supervisor else ""
             return "worker_exited", f"{how}{why}"
+        case events.WorkerUnkillable():
+            return "worker_unkillable", "SIGKILL was sent and it has not ended; its slot stays taken until it does"
         case events.WorkerLost():
             return "worker_lost", "neither a shim nor an exit record remains"

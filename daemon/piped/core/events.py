@@ -261,6 +261,15 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerUnkillable:
+    """SIGKILL was sent to it a while ago, and it has not ended."""
+
+    node_id: str
+    fence: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptEmptied:
     """The node holds no process of the fence and will start none."""
 
@@ -268,7 +277,7 @@ class AttemptEmptied:
     fence: int
 
 
-WorkerFact = WorkerSpawned | WorkerJoined | WorkerFailed | WorkerDone | WorkerExited | WorkerLost
+WorkerFact = WorkerSpawned | WorkerJoined | WorkerFailed | WorkerDone | WorkerExited | WorkerLost | WorkerUnkillable
 Fact = AttemptPrepared | PrepareRefused | StoreListened | PlanReported | AttemptEmptied | WorkerFact
 Event = (
     CoordinatorStarted

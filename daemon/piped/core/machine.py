@@ -47,6 +47,7 @@ RULES: dict[type, Rule] = {
     events.WorkerDone: attempts.worker_fact,
     events.WorkerExited: attempts.worker_fact,
     events.WorkerLost: attempts.worker_fact,
+    events.WorkerUnkillable: attempts.worker_fact,
 }
 
 

@@ -56,6 +56,7 @@ class WorkerState(StrEnum):
     PLANNED = "planned"
     SPAWNED = "spawned"
     JOINED = "joined"
+    UNKILLABLE = "unkillable"  # SIGKILL was sent and it has not ended; it may yet
     EXITED = "exited"
     LOST = "lost"  # it was started, and neither a shim nor an exit record remains
 

@@ -30,6 +30,7 @@ FACT_OF_LINE = {
     "plan": "planned",
     "failed": "worker_failed",
     "done": "worker_done",
+    "unkillable": "unkillable",
 }
 _LINE_OF_FACT = {fact: line for line, fact in FACT_OF_LINE.items()}
 
@@ -160,6 +161,8 @@ class Attempt:
                     self.heard_s.setdefault(rank, time.monotonic())
                     body = {"pid": message["pid"], "starttime": message["starttime"]}
                     self.report(rank, "spawned", body, message["boottime_ns"])
+            case "unkillable":
+                self.report(int(message["rank"]), "unkillable", at_ns=int(message["boottime_ns"]))
             case "worker":
                 return self._worker(int(message["rank"]), message["message"], int(message["boottime_ns"]))
         return True

@@ -10,7 +10,7 @@ from piped.lines import Message
 
 Key = tuple[int, str]
 
-KEPT = frozenset({"spawned", "exited", "store", "joined", "plan", "failed", "done", "metrics"})
+KEPT = frozenset({"spawned", "exited", "store", "joined", "plan", "failed", "done", "metrics", "unkillable"})
 
 
 class Outbox:

@@ -28,6 +28,7 @@ from piped.shim.rank import Ended, Rank
 _EXIT_GRACE_S = 10.0  # at a SIGTERM to the shim itself, i.e. when the machine goes down
 _SWEEP_S = 0.05
 _DUMP_S = 0.2
+_UNKILLABLE_S = 5.0  # after SIGKILL; a page of a dead file server, a frozen cgroup
 # What a worker may say (piped.lines); a closed set, since the outbox keeps one message of each.
 _WORKER_TYPES = frozenset({"store", "joined", "plan", "progress", "beat", "metrics", "failed", "done"})
 
@@ -53,6 +54,7 @@ class Supervisor:
         self._kill_at_s: float | None = None
         self._is_leaving = False
         self._sweep_at_s: float | None = None
+        self._give_up_at_s: float | None = None
 
     def run(self) -> None:
         """Serve until told to quit with nothing left to do."""
@@ -132,7 +134,13 @@ class Supervisor:
             self._kill_at_s = None
             for rank in self._running():
                 rank.kill()
+            self._give_up_at_s = now_s + _UNKILLABLE_S
             self._sweep()
+        if self._give_up_at_s is not None and now_s >= self._give_up_at_s:
+            self._give_up_at_s = None
+            for rank in self._running():
+                message: Message = {"type": "unkillable", "rank": rank.number, "boottime_ns": system.boottime_ns()}
+                self._outbox.put(rank.number, "unkillable", message)
         if self._sweep_at_s is not None and now_s >= self._sweep_at_s:
             self._sweep()
 
@@ -323,7 +331,7 @@ class Supervisor:
         return message | {"boottime_ns": system.boottime_ns()}
 
     def _timeout_s(self) -> float | None:
-        moments = [m for m in (self._kill_at_s, self._sweep_at_s) if m is not None]
+        moments = [m for m in (self._kill_at_s, self._sweep_at_s, self._give_up_at_s) if m is not None]
         moments += [r.drain_until_s for r in self._ranks.values() if r.ended is not None and not r.is_over]
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 

@@ -33,6 +33,7 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_JOINED: _ClassVar[WorkerState]
     WORKER_STATE_EXITED: _ClassVar[WorkerState]
     WORKER_STATE_LOST: _ClassVar[WorkerState]
+    WORKER_STATE_UNKILLABLE: _ClassVar[WorkerState]
 
 class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -81,6 +82,7 @@ WORKER_STATE_SPAWNED: WorkerState
 WORKER_STATE_JOINED: WorkerState
 WORKER_STATE_EXITED: WorkerState
 WORKER_STATE_LOST: WorkerState
+WORKER_STATE_UNKILLABLE: WorkerState
 FAILURE_REASON_UNSPECIFIED: FailureReason
 FAILURE_REASON_USER_ERROR: FailureReason
 FAILURE_REASON_SIGNALLED: FailureReason

@@ -265,7 +265,7 @@ class SerializedDesiredState(_message.Message):
     def __init__(self, desired_rev: _Optional[int] = ..., attempts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Fact(_message.Message):
-    __slots__ = ("fence", "rank", "boottime_ns", "moment", "prepared", "prepare_failed", "spawned", "store_listening", "joined", "planned", "worker_failed", "worker_done", "exited", "attempt_empty", "rank_lost")
+    __slots__ = ("fence", "rank", "boottime_ns", "moment", "prepared", "prepare_failed", "spawned", "store_listening", "joined", "planned", "worker_failed", "worker_done", "exited", "attempt_empty", "rank_lost", "unkillable")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     BOOTTIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +281,7 @@ class Fact(_message.Message):
     EXITED_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_EMPTY_FIELD_NUMBER: _ClassVar[int]
     RANK_LOST_FIELD_NUMBER: _ClassVar[int]
+    UNKILLABLE_FIELD_NUMBER: _ClassVar[int]
     fence: int
     rank: int
     boottime_ns: int
@@ -296,7 +297,8 @@ class Fact(_message.Message):
     exited: Exited
     attempt_empty: AttemptEmpty
     rank_lost: RankLost
-    def __init__(self, fence: _Optional[int] = ..., rank: _Optional[int] = ..., boottime_ns: _Optional[int] = ..., moment: _Optional[_Union[Moment, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., prepare_failed: _Optional[_Union[PrepareFailed, _Mapping]] = ..., spawned: _Optional[_Union[Spawned, _Mapping]] = ..., store_listening: _Optional[_Union[StoreListening, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., planned: _Optional[_Union[Planned, _Mapping]] = ..., worker_failed: _Optional[_Union[WorkerFailed, _Mapping]] = ..., worker_done: _Optional[_Union[WorkerDone, _Mapping]] = ..., exited: _Optional[_Union[Exited, _Mapping]] = ..., attempt_empty: _Optional[_Union[AttemptEmpty, _Mapping]] = ..., rank_lost: _Optional[_Union[RankLost, _Mapping]] = ...) -> None: ...
+    unkillable: Unkillable
+    def __init__(self, fence: _Optional[int] = ..., rank: _Optional[int] = ..., boottime_ns: _Optional[int] = ..., moment: _Optional[_Union[Moment, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., prepare_failed: _Optional[_Union[PrepareFailed, _Mapping]] = ..., spawned: _Optional[_Union[Spawned, _Mapping]] = ..., store_listening: _Optional[_Union[StoreListening, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., planned: _Optional[_Union[Planned, _Mapping]] = ..., worker_failed: _Optional[_Union[WorkerFailed, _Mapping]] = ..., worker_done: _Optional[_Union[WorkerDone, _Mapping]] = ..., exited: _Optional[_Union[Exited, _Mapping]] = ..., attempt_empty: _Optional[_Union[AttemptEmpty, _Mapping]] = ..., rank_lost: _Optional[_Union[RankLost, _Mapping]] = ..., unkillable: _Optional[_Union[Unkillable, _Mapping]] = ...) -> None: ...
 
 class Moment(_message.Message):
     __slots__ = ("earliest_ns", "latest_ns")
@@ -391,6 +393,10 @@ class AttemptEmpty(_message.Message):
     def __init__(self) -> None: ...
 
 class RankLost(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Unkillable(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from piped.core import events, invariants, machine, queue
 from piped.core.effects import PlaceQueued
-from piped.core.model import State, WorkerReport
+from piped.core.model import Failure, FailureReason, State, WorkerReport
 from piped.errors import NodeError, UserError
 from tests.unit.core.build import registration, submission
 
@@ -45,6 +45,12 @@ FACTS = st.one_of(
         st.just(0),
     ),
     st.builds(events.WorkerLost, NODES, FENCES, RANKS),
+    st.builds(events.WorkerUnkillable, NODES, FENCES, RANKS),
+    st.builds(
+        events.HangFound,
+        FENCES,
+        st.builds(Failure, st.just(FailureReason.HANG), st.just("stands still"), st.integers(-1, 0)),
+    ),
     st.builds(events.AttemptEmptied, NODES, FENCES),
     st.builds(events.StartDeadlinePassed, FENCES),
     st.builds(events.StoreRetried),
