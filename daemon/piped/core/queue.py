@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from piped.core import attempts, earmark, events, jobs, placement, retries
 from piped.core.draft import Draft
-from piped.core.model import Job, JobState, NodeState, SlotKey
+from piped.core.model import Job, JobState, Node, NodeState, SlotKey
 from piped.errors import NotFoundError, WrongStateError
 
 
@@ -55,8 +55,8 @@ def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
     head: Job | None = None
     quotas = _Quotas(draft)
     for job in queue:
-        nodes = retries.open_to(job, draft.nodes.values())
-        avoided = frozenset(draft.nodes) - {each.node_id for each in nodes} if job.refusals else frozenset()
+        avoided = retries.avoided(job, draft.nodes)
+        nodes = _without(avoided, draft.nodes).values()
         shape = (*placement.shape_of(job.spec), avoided)
         if shape not in shapes:
             shapes[shape] = placement.can_ever_fit(job.spec, nodes)
@@ -133,7 +133,7 @@ def order(job: Job) -> tuple[int, int]:
 
 def _lead(draft: Draft, job: Job, refusal: str) -> Job:
     """Make `job` the head of the queue: keep slots for it, and have lower priorities make room if that helps."""
-    nodes = {each.node_id: each for each in retries.open_to(job, draft.nodes.values())}
+    nodes = _without(retries.avoided(job, draft.nodes), draft.nodes)
     slots, victims = earmark.choose(job, nodes, draft.reservations, draft.attempts, draft.jobs)
     for fence in victims:
         trigger = f"makes room for {job.spec.name} ({job.job_id}), whose priority is higher"
@@ -152,6 +152,10 @@ def _after(draft: Draft, slots: tuple[SlotKey, ...]) -> str:
     nodes = dict.fromkeys(draft.nodes[node_id] for node_id, _slot in slots)
     away = ", ".join(each.node_name for each in nodes if each.state is not NodeState.READY)
     return f"when {away} is connected again"
+
+
+def _without(avoided: frozenset[str], nodes: Mapping[str, Node]) -> Mapping[str, Node]:
+    return {key: each for key, each in nodes.items() if key not in avoided} if avoided else nodes
 
 
 def _avoiding(job: Job, avoided: frozenset[str]) -> str:

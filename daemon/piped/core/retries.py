@@ -83,11 +83,10 @@ def is_given_up(job: Job, nodes: Iterable[Node]) -> bool:
     return not placement.can_ever_fit(job.spec, _others(job, nodes))
 
 
-def open_to(job: Job, nodes: Iterable[Node]) -> list[Node]:
-    """Return the nodes on which the job may be placed: not those that refused it, while the others could hold it."""
-    known = list(nodes)
-    others = _others(job, known) if job.refusals else known
-    return others if len(others) == len(known) or placement.can_ever_fit(job.spec, others) else known
+def avoided(job: Job, nodes: Mapping[str, Node]) -> frozenset[str]:
+    """Return the node_ids that the job keeps away from: those that refused it, while the others could hold it."""
+    refusers = frozenset(each.node_id for each in job.refusals if each.node_id in nodes)
+    return refusers if refusers and placement.can_ever_fit(job.spec, _others(job, nodes.values())) else frozenset()
 
 
 def told(job: Job) -> str:

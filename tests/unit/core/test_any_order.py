@@ -18,6 +18,7 @@ NODES = st.sampled_from(["n1", "n2", "n3"])
 JOBS = st.sampled_from(["j1", "j2", "j3", "j4"])
 FENCES = st.integers(1, 6)
 RANKS = st.integers(0, 4)
+RESTARTS = st.integers(0, 2)
 REPORTS = st.builds(
     WorkerReport,
     message=st.just("x"),
@@ -27,7 +28,7 @@ REPORTS = st.builds(
 )
 FACTS = st.one_of(
     st.builds(events.AttemptPrepared, NODES, FENCES),
-    st.builds(events.PrepareRefused, NODES, FENCES, st.just("no")),
+    st.builds(events.PrepareRefused, NODES, FENCES, st.just("no"), st.booleans()),
     st.builds(events.WorkerSpawned, NODES, FENCES, RANKS, st.just(7), st.just(1)),
     st.builds(events.StoreListened, NODES, FENCES, st.just("h:1")),
     st.builds(events.WorkerJoined, NODES, FENCES, RANKS),
@@ -53,6 +54,7 @@ FACTS = st.one_of(
     ),
     st.builds(events.AttemptEmptied, NODES, FENCES),
     st.builds(events.StartDeadlinePassed, FENCES),
+    st.builds(events.BackoffEnded, JOBS, st.just(1.0)),
     st.builds(events.StoreRetried),
 )
 
@@ -94,9 +96,11 @@ class AnyOrder(RuleBasedStateMachine):
         kept = tuple(events.ObservedAttempt(fence, True) for fence in self.state.attempts) if keeps else ()
         self.feed(registration(node, slots, attempts=kept, session=session))
 
-    @rule(job=JOBS, stages=st.integers(1, 4), replicas=st.integers(1, 2), priority=st.integers(0, 2))
-    def submit(self, job: str, stages: int, replicas: int, priority: int) -> None:
-        self.feed(submission(job, name=job, stages=stages, replicas=replicas, priority=priority))
+    @rule(job=JOBS, stages=st.integers(1, 4), replicas=st.integers(1, 2), priority=st.integers(0, 2), restarts=RESTARTS)
+    def submit(self, job: str, stages: int, replicas: int, priority: int, restarts: int) -> None:
+        key = {"tenant": "b", "name": "j1"} if job == "j4" else {"name": job}  # two tenants' jobs of one name
+        shape = {"stages": stages, "replicas": replicas, "priority": priority}
+        self.feed(submission(job, restarts=restarts, **key, **shape))
 
     @rule(job=JOBS, is_hold=st.booleans())
     def hold(self, job: str, is_hold: bool) -> None:
