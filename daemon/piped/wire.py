@@ -117,6 +117,11 @@ def registration_from_proto(hello: nodes_pb2.Hello) -> events.NodeRegistered:
     )
 
 
+def wires_from_proto(node_id: str, edges: Iterable[nodes_pb2.Edge]) -> events.WiresMeasured:
+    """Return the event that a node's measurements stand for."""
+    return events.WiresMeasured(node_id, tuple((each.peer_node_id, each.bytes_per_s) for each in edges))
+
+
 def fact_from_proto(node_id: str, fact: nodes_pb2.Fact) -> events.Fact | None:
     """Return the fact as an event; None for a kind that this version does not know."""
     fence, rank = fact.fence, fact.rank

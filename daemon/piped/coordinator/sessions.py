@@ -189,6 +189,8 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
         boottime_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         ack = nodes_pb2.BeatAck(beat_seq=beat.beat_seq, unix_ns=time.time_ns(), boottime_ns=boottime_ns)
         self.links.beat(session.node_id, beat)
+        if beat.edges:
+            self._engine.post_later(wire.wires_from_proto(session.node_id, beat.edges))
         if cadence := self._leases.beat(session.node_id, boottime_s()):
             ack.beat_s, ack.lease_ttl_s = cadence.beat_s, cadence.ttl_s
         session.send(nodes_pb2.SessionResponse(beat_ack=ack))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from piped.core.effects import Effect, NotifyWatchers, PlaceQueued, SendDesired, WriteRecord
-from piped.core.model import Artifact, Attempt, Job, Node, Record, SlotKey, State, Submission, TenantKey
+from piped.core.model import Artifact, Attempt, Job, Node, Record, SlotKey, State, Submission, TenantKey, Wire
 
 
 class Draft:
@@ -29,6 +29,7 @@ class Draft:
         self.submissions: Mapping[TenantKey, Submission] = state.submissions
         self.artifacts: Mapping[str, Artifact] = state.artifacts
         self.quotas: Mapping[str, int] = state.quotas
+        self.wires: Mapping[Wire, float] = state.wires
         self._owned: dict[str, dict[Any, Any]] = {}
         self._effects: dict[Effect, None] = {}
 
@@ -58,6 +59,9 @@ class Draft:
 
     def put_artifact(self, artifact: Artifact) -> None:
         self._table("artifacts")[artifact.sha256] = artifact
+
+    def put_wire(self, wire: Wire, bytes_per_s: float) -> None:
+        self._table("wires")[wire] = bytes_per_s
 
     def reserve(self, key: SlotKey, fence: int) -> None:
         self._table("reservations")[key] = fence
@@ -119,5 +123,6 @@ class Draft:
             self.submissions,
             self.artifacts,
             self.quotas,
+            self.wires,
         )
         return state, tuple(self._effects)

@@ -134,6 +134,11 @@ class NodeRegistered:
     labels: tuple[tuple[str, str], ...] = ()
     session: int = 0  # numbers the sessions of this coordinator's life
 
+    @property
+    def boot(self) -> str:
+        """Return what is equal for nodes of one machine: its boot."""
+        return self.host_key.split(" ")[0]
+
 
 @dataclass(frozen=True, slots=True)
 class NodeDisconnected:
@@ -146,6 +151,14 @@ class NodeDisconnected:
 @dataclass(frozen=True, slots=True)
 class StoreRetried:
     """The store refused a transaction a while ago, as on a full disk; this one shows whether it takes them again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WiresMeasured:
+    """What the wires from a node to others carry, in bytes per second by node id."""
+
+    node_id: str
+    bytes_per_s: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +308,7 @@ Event = (
     | ArtifactStored
     | NodeRegistered
     | NodeDisconnected
+    | WiresMeasured
     | LeaseExpired
     | StoreRetried
     | StartDeadlinePassed

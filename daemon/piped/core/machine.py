@@ -32,6 +32,7 @@ RULES: dict[type, Rule] = {
     events.ArtifactStored: requests.store_artifact,
     events.NodeRegistered: nodes.register,
     events.NodeDisconnected: nodes.disconnected,
+    events.WiresMeasured: nodes.wires_measured,
     events.LeaseExpired: nodes.lease_expired,
     events.StartDeadlinePassed: attempts.start_deadline_passed,
     events.HangFound: attempts.hang_found,

@@ -73,6 +73,7 @@ class FailureReason(StrEnum):
 
 
 SlotKey = tuple[str, int]  # node_id, slot index
+Wire = tuple[str, str]  # two node_ids, the lesser first
 TenantKey = tuple[str, str]  # tenant, and a name or id of its own
 
 TERMINAL_JOB_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
@@ -178,6 +179,11 @@ class Node:
     labels: tuple[tuple[str, str], ...] = ()
     strikes: tuple[str, ...] = ()  # jobs that it could not prepare since it last could prepare one
     quarantine: Quarantine | None = None
+
+    @property
+    def boot(self) -> str:
+        """Return what is equal for nodes of one machine: its boot."""
+        return self.host_key.split(" ")[0]
 
     @property
     def is_gone(self) -> bool:
@@ -436,6 +442,11 @@ class Progress:
     step_s: float
 
 
+def wire_between(one: str, other: str) -> Wire:
+    """Return the key of the wire between two nodes."""
+    return (one, other) if one < other else (other, one)
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """Everything. `event_seq` grows with every change, so it also numbers desired states."""
@@ -454,3 +465,4 @@ class State:
     submissions: Mapping[TenantKey, Submission] = field(default_factory=dict)  # by (tenant, request_id)
     artifacts: Mapping[str, Artifact] = field(default_factory=dict)  # by sha256
     quotas: Mapping[str, int] = field(default_factory=dict)  # slots by tenant; configured, not stored
+    wires: Mapping[Wire, float] = field(default_factory=dict)  # bytes per second; nodes measure it anew, not stored

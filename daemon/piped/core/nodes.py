@@ -11,7 +11,7 @@ from dataclasses import replace
 from piped.core import attempts, events
 from piped.core.draft import Draft
 from piped.core.effects import CloseSession, SendDesired
-from piped.core.model import AttemptState, Cordon, Node, NodeState
+from piped.core.model import AttemptState, Cordon, Node, NodeState, wire_between
 from piped.errors import IllegalTransition, RegistrationRefused, StoreRolledBack
 
 NEXT: dict[NodeState, frozenset[NodeState]] = {  # what is not in a row is illegal, and raises
@@ -90,6 +90,15 @@ def disconnected(draft: Draft, event: events.NodeDisconnected) -> str:
     return "disconnected"
 
 
+def wires_measured(draft: Draft, event: events.WiresMeasured) -> str:
+    """Take the newest measurement; placement prefers fast wires."""
+    for peer_id, bytes_per_s in event.bytes_per_s:
+        wire = wire_between(event.node_id, peer_id)
+        if {event.node_id, peer_id} <= draft.nodes.keys() and draft.wires.get(wire) != bytes_per_s:
+            draft.put_wire(wire, bytes_per_s)
+    return "measured"
+
+
 def lease_expired(draft: Draft, event: events.LeaseExpired) -> str:
     node = draft.nodes.get(event.node_id)
     if node is None or node.incarnation != event.incarnation or node.is_gone:
@@ -147,7 +156,7 @@ def _refuse_strangers(draft: Draft, event: events.NodeRegistered) -> None:
         if _share_an_address(other, event):
             raise RegistrationRefused(
                 f"the nodes {event.node_name!r} and {other.node_name!r} have the same data_address {event.data_address} on two "
-                f"hosts (boots {_boot(event.host_key)} and {_boot(other.host_key)}): workers would reach the wrong one; give each "
+                f"hosts (boots {event.boot} and {other.boot}): workers would reach the wrong one; give each "
                 "node the address of its own host"
             )
 
@@ -157,11 +166,7 @@ def _share_an_address(other: Node, event: events.NodeRegistered) -> bool:
     if other.node_id == event.node_id or other.is_gone or other.data_address != event.data_address:
         return False
     is_loopback = event.data_address.startswith("127.") or event.data_address in ("localhost", "::1")
-    return not is_loopback and _boot(other.host_key) != _boot(event.host_key)
-
-
-def _boot(host_key: str) -> str:
-    return host_key.split(" ")[0]
+    return not is_loopback and other.boot != event.boot
 
 
 def _cordon_for_strangers(draft: Draft, event: events.NodeRegistered) -> Cordon | None:

@@ -1,18 +1,23 @@
 """Which slots a job gets: all of them at once, or none and the reason.
 
 Called by `queue`, `earmark` and the job service. Rank = replica * pp_ranks + pp_rank; which stages a rank owns is its schedule's
-business. The fewest nodes are taken, neighbours sit next to each other, and replicas take separate nodes where the
-free slots allow it, unless the job asks to be packed.
+business. The fewest nodes are taken, of equal ones those on fast wires; neighbours sit next to each other, and replicas take
+separate nodes where the free slots allow it, unless the job asks to be packed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from piped.core.model import JobSpec, Node, NodeState, RankPlacement, Slot, SlotKey
+from piped.core.model import JobSpec, Node, NodeState, RankPlacement, Slot, SlotKey, Wire, wire_between
 from piped.core.schedules import stages_of
+
+_NONE: Mapping[Wire, float] = MappingProxyType({})
+_MAX_COMPARED = 32  # nodes whose wires are compared for one place: a gang of many nodes is placed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +28,38 @@ class Offer:
     slots: tuple[Slot, ...]
 
 
+class Wires:
+    """How fast the wires between nodes are, in powers of two: what differs by less is noise of their measurement.
+
+    A wire that nobody has measured yet is as fast as most of the others; one that stays on a host beats all.
+    """
+
+    def __init__(self, measured: Mapping[Wire, float]) -> None:
+        self._measured = measured
+        self._usual: float | None = None
+
+    def fastest(self, before: Node | None, equal: Sequence[Offer]) -> Offer:
+        """Return the first offer, or an early one with a faster wire to the node `before`."""
+        if before is None or not self._measured:
+            return equal[0]
+        return max(equal[:_MAX_COMPARED], key=lambda each: self._speed(before, each.node))  # the first of the fastest
+
+    def _speed(self, one: Node, other: Node) -> float:
+        if one.boot == other.boot:
+            return math.inf
+        rate = self._measured.get(wire_between(one.node_id, other.node_id))
+        if rate is None and self._usual is None:
+            self._usual = sorted(self._measured.values())[len(self._measured) // 2]
+        return round(math.log2(max(1.0, rate or self._usual or 1.0)))
+
+
 def place(
-    spec: JobSpec, nodes: Iterable[Node], reservations: Mapping[SlotKey, int]
+    spec: JobSpec, nodes: Iterable[Node], reservations: Mapping[SlotKey, int], measured: Mapping[Wire, float] = _NONE
 ) -> tuple[tuple[RankPlacement, ...] | None, str]:
-    """Return the placement by rank, or None and what is missing, in the words that people read."""
+    """Return the placement by rank, or None and what is missing, in the words that people read.
+
+    `measured` are bytes per second between nodes.
+    """
     live = sorted((each for each in nodes if _suits(spec, each)), key=lambda each: each.node_name)
     kind = _device_kind(spec, live)
     ready = [each for each in live if each.state is NodeState.READY and not each.closed_because]
@@ -34,8 +67,9 @@ def place(
     offers = [each for each in offers if each.slots]
     if sum(len(each.slots) for each in offers) < spec.world_size:
         return None, _shortage(spec, kind, ready, reservations) + _closed(live)
-    apart = _seats_apart(spec, offers) if spec.placement == "spread" else None
-    seats = apart or _seats(spec.world_size, offers)
+    wires = Wires(measured)
+    apart = _seats_apart(spec, offers, wires) if spec.placement == "spread" else None
+    seats = apart or _seats(spec.world_size, offers, wires)
     return tuple(_rank(spec, rank, node, slot) for rank, (node, slot) in enumerate(seats)), ""
 
 
@@ -85,24 +119,28 @@ def _offer(spec: JobSpec, kind: str, node: Node, reservations: Mapping[SlotKey, 
     return Offer(node, tuple(free[: _capacity(spec, kind, node)]))
 
 
-def _seats(count: int, offers: list[Offer]) -> list[tuple[Node, Slot]]:
-    """Take `count` slots from the fewest nodes: the largest first, for the rest the tightest fit."""
+def _seats(count: int, offers: list[Offer], wires: Wires) -> list[tuple[Node, Slot]]:
+    """Take `count` slots from the fewest nodes: the largest first, for the rest the tightest fit; of equal ones the
+    one with the fastest wire to the node before.
+    """
     seats: list[tuple[Node, Slot]] = []
     left = sorted(offers, key=lambda each: (-len(each.slots), each.node.node_name))
     while left and len(seats) < count:
-        missing = count - len(seats)
+        missing, before = count - len(seats), seats[-1][0] if seats else None
         enough = [each for each in left if len(each.slots) >= missing]
-        chosen = min(enough, key=lambda each: (len(each.slots), each.node.node_name)) if enough else left[0]
+        size = min(len(each.slots) for each in enough) if enough else len(left[0].slots)
+        equal = [each for each in enough or left if len(each.slots) == size]
+        chosen = wires.fastest(before, equal)
         left.remove(chosen)
         seats += [(chosen.node, slot) for slot in chosen.slots[:missing]]
     return seats
 
 
-def _seats_apart(spec: JobSpec, offers: list[Offer]) -> list[tuple[Node, Slot]] | None:
+def _seats_apart(spec: JobSpec, offers: list[Offer], wires: Wires) -> list[tuple[Node, Slot]] | None:
     """Return seats in which no two replicas share a node, or None."""
     left, seats = list(offers), []
     for _ in range(spec.replicas):
-        taken = _seats(spec.pp_ranks, left)
+        taken = _seats(spec.pp_ranks, left, wires)
         if len(taken) < spec.pp_ranks:
             return None
         used = {node.node_id for node, _slot in taken}

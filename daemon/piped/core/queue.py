@@ -67,7 +67,7 @@ def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
             taken: Mapping[SlotKey, int] = draft.reservations
             if head is not None:
                 taken = ChainMap(dict.fromkeys(head.earmark, 0), dict(draft.reservations))
-            placed, refusal = placement.place(job.spec, nodes, taken)
+            placed, refusal = placement.place(job.spec, nodes, taken, draft.wires)
             if placed is not None:
                 attempts.reserve(draft, job, placed)
                 quotas.take(job)

@@ -36,3 +36,35 @@ def test_a_node_that_another_one_does_not_reach_is_left_out_of_the_next_attempt_
     c.feed(events.PrepareRefused(first, 1, f"{second} (stage 1 of rank 1) is not reached", peer_id=second))
     c.feed(events.AttemptEmptied(first, 1), events.AttemptEmptied(second, 1))
     assert set(c.state.attempts[2].node_ids) == set(c.state.nodes) - {second}
+
+
+def measured(c, **wires):
+    """Take the wires "n1_n2" of so many bytes per second."""
+    for pair, rate in wires.items():
+        one, _, other = pair.partition("_")
+        c.feed(events.WiresMeasured(one, ((other, rate),)))
+    return c
+
+
+def on(c, fence):
+    return [each.node_id for each in c.state.attempts[fence].placement]
+
+
+def test_of_equal_nodes_those_on_fast_wires_are_taken_and_neighbours_sit_on_them():
+    c = measured(cluster(1, 1, 1, 1), n1_n2=1e8, n1_n3=1e9, n1_n4=1e8, n2_n3=1e8, n2_n4=1e9, n3_n4=1e8)
+    assert on(c.feed(submission(stages=2)), 1) == ["n1", "n3"]
+    c = measured(cluster(1, 1, 1, 1), n1_n2=1e8, n1_n3=1e9, n1_n4=1e8, n2_n3=1e8, n2_n4=1e9, n3_n4=1e9)
+    assert on(c.feed(submission(stages=4)), 1) == ["n1", "n3", "n4", "n2"]
+
+
+def test_small_differences_and_wires_that_nobody_measured_change_no_placement():
+    c = measured(cluster(1, 1, 1), n1_n2=1.0e9, n1_n3=1.2e9)
+    assert on(c.feed(submission(stages=2)), 1) == ["n1", "n2"]
+    c = measured(cluster(1, 1, 1), n1_n3=1.0e9)
+    assert on(c.feed(submission(stages=2)), 1) == ["n1", "n2"]
+
+
+def test_fewest_nodes_come_before_fast_wires_and_wires_of_strangers_are_left_out():
+    c = measured(cluster(1, 1, 2), n1_n2=1e12, n1_n9=1e12)
+    assert set(on(c.feed(submission(stages=2)), 1)) == {"n3"}
+    assert set(c.state.wires) == {("n1", "n2")}
