@@ -42,7 +42,9 @@ def test_a_silent_node_is_lost_after_its_lease_and_keeps_its_job_when_it_returns
     asyncio.run(scenario())
 
 
-def test_a_job_whose_node_lost_its_workers_is_started_anew_and_its_first_attempt_has_failed_as_node_lost(served: Served) -> None:
+def test_a_job_whose_node_lost_its_workers_is_started_anew_and_its_first_attempt_has_failed_as_node_lost(
+    served: Served,
+) -> None:
     async def scenario() -> None:
         async with served(lease_ttl_s=0.6) as (coordinator, client):
             async with ScriptedNode(coordinator.address, "n1").running():
