@@ -56,7 +56,14 @@ def _job_row(job: jobs_pb2.Job, *, wide: bool) -> list[object]:
     ]
     if wide:
         pipeline = job.spec.pipeline
-        row += [job.spec.tenant or "default", job.spec.priority, pipeline.stages, pipeline.replicas, pipeline.schedule, _why(job)]
+        row += [
+            job.spec.tenant or "default",
+            job.spec.priority,
+            pipeline.stages,
+            pipeline.replicas,
+            pipeline.schedule,
+            _why(job),
+        ]
     return row
 
 
