@@ -56,6 +56,7 @@ class Rank:
         self.output: int | None = None
         self.last_messages: dict[str, Message] = {}
         self.leaf: Group | None = None  # the processes of this rank
+        self.undivided = ""  # why it has none
         self._marker = marker
         self._reader = LineReader()
         self._waiting = bytearray()
@@ -185,13 +186,14 @@ class Rank:
             self._log.write(data)
 
     def _divide(self, group: Group | None, memory_bytes: int) -> None:
-        reason = "there is no memory cgroup"
         try:
-            self.leaf = group.leaf(self._marker, self.number, memory_bytes) if group is not None else None
+            if group is None:
+                raise OSError("no cgroup here counts memory")
+            self.leaf = group.leaf(self._marker, self.number, memory_bytes)
         except OSError as error:
-            reason = str(error)
-        if self.leaf is None and memory_bytes:
-            self.log(f"piped shim: nothing holds this rank to {memory_bytes} bytes of memory: {reason}\n".encode())
+            self.undivided = str(error)
+            if memory_bytes:
+                self.log(f"piped shim: nothing holds this rank to {memory_bytes} bytes of memory: {error}\n".encode())
 
     def leave_group(self) -> bool:
         """Kill what is left in the rank's cgroup and remove it; False while something is left."""

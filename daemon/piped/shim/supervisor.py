@@ -42,7 +42,7 @@ class Supervisor:
         self._job_id = job_id
         self._marker = marker
         self._base_env = base_env
-        self._group = own_group()
+        self._group, self._is_told_of_groups = own_group(), False
         self._known_oom_kills = self._group.oom_kills if self._group is not None else 0
         self._ranks: dict[int, Rank] = {}
         self._refused: dict[int, Message] = {}  # exits of ranks that could not even be recorded as started
@@ -181,6 +181,12 @@ class Supervisor:
             self._refuse(number, f"piped shim: rank {number} is not started: {error}")
             return
         self._ranks[number] = rank
+        if rank.undivided and not self._is_told_of_groups:
+            self._is_told_of_groups = True
+            told = "what is killed for want of memory is told by the shim's own cgroup, if that counts it"
+            print(
+                f"piped shim: ranks have no cgroup of their own ({rank.undivided}): {told}", file=sys.stderr, flush=True
+            )
         if rank.pid:
             self._outbox.put(number, "spawned", self._spawned(rank))
         if rank.channel is not None:
