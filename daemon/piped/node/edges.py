@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 
@@ -39,8 +40,9 @@ class Listener:
         self._gate = asyncio.Semaphore(_MAX_CONNECTIONS)
 
     async def start(self, host: str) -> str:
-        """Listen on a free port of `host`; return "host:port". Raises OSError."""
-        self._server = await asyncio.start_server(self._serve, host, 0, limit=_PIECE)
+        """Listen on a free port of `host`, of its first address if it is a name; return "host:port". Raises OSError."""
+        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        self._server = await asyncio.start_server(self._serve, str(found[0][4][0]), 0, limit=_PIECE)
         port = self._server.sockets[0].getsockname()[1]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -49,11 +49,11 @@ def test_replicas_of_a_stage_call_the_next_in_their_ring() -> None:
     assert set(called(neighbours(ring, "n0"))) == {"n1", "n3"}
 
 
-def with_listener(node_id: str, scene: Callable[[str], Awaitable[None]]) -> None:
+def with_listener(node_id: str, scene: Callable[[str], Awaitable[None]], host: str = "127.0.0.1") -> None:
     async def run() -> None:
         listener = Listener(node_id)
         try:
-            await scene(await listener.start("127.0.0.1"))
+            await scene(await listener.start(host))
         finally:
             await listener.stop()
 
@@ -68,6 +68,24 @@ def test_a_wire_is_measured_within_bounds() -> None:
         assert await call(Peer("n1", "node1", "127.0.0.1", address), "127.0.0.1", measures=False) is None
 
     with_listener("n1", scene)
+
+
+def test_a_name_with_several_addresses_is_listened_to_on_the_one_that_workers_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = socket.getaddrinfo
+    both = [*real("127.0.0.1", 0, type=socket.SOCK_STREAM), *real("127.0.0.2", 0, type=socket.SOCK_STREAM)]
+    twice = lambda host, port, *more, **other: both if host == "two" else real(host, port, *more, **other)  # noqa: E731
+    monkeypatch.setattr(socket, "getaddrinfo", twice)
+
+    async def scene(address: str) -> None:
+        name, _, port = address.rpartition(":")
+        assert name == "two", "as other hosts shall resolve it"
+        assert await call(Peer("n1", "node1", "two", f"127.0.0.1:{port}"), "127.0.0.1")
+        with pytest.raises(EdgeError, match="no connection to"):
+            await call(Peer("n1", "node1", "two", f"127.0.0.2:{port}"), "127.0.0.1")
+
+    with_listener("n1", scene, "two")
 
 
 def test_another_node_at_the_address_is_found_out() -> None:
