@@ -38,6 +38,7 @@ class Listener:
         self._node_id = node_id
         self._server: asyncio.Server | None = None
         self._gate = asyncio.Semaphore(_MAX_CONNECTIONS)
+        self._calls: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`, of its first address if it is a name; return "host:port". Raises OSError."""
@@ -50,14 +51,21 @@ class Listener:
         """End it with every connection."""
         if self._server is not None:
             self._server.close()
+        for writer in self._calls:
+            writer.transport.abort()
+        await asyncio.gather(*self._calls.values())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[writer] = task
         try:
             async with asyncio.timeout(_CONNECTION_S), self._gate:
                 await self._answer(reader, writer)
         except (OSError, ValueError, asyncio.IncompleteReadError, TimeoutError):
             pass  # the peer left, or is none
         finally:
+            del self._calls[writer]
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

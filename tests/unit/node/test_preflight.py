@@ -88,6 +88,22 @@ def test_a_name_with_several_addresses_is_listened_to_on_the_one_that_workers_ta
     with_listener("n1", scene, "two")
 
 
+def test_a_listener_ends_the_calls_under_way_without_complaint() -> None:
+    complaints: list[object] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        listener = Listener("n1")
+        host, _, port = (await listener.start("127.0.0.1")).rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"piped-edge 1 n1\n")
+        assert await reader.readline() == b"n1\n"
+        await listener.stop()
+
+    asyncio.run(run())  # which would cancel, and complain of, what still runs
+    assert not complaints
+
+
 def test_another_node_at_the_address_is_found_out() -> None:
     async def scene(address: str) -> None:
         with pytest.raises(EdgeError, match=r"answers node id 'n9': two hosts have the address 10\.0\.0\.1"):
