@@ -99,7 +99,9 @@ def test_a_failing_worker_ends_the_job_with_the_first_failing_rank_not_its_victi
     asyncio.run(scenario())
 
 
-def test_a_job_that_its_only_node_refuses_waits_in_backoff_and_fails_with_the_reason_the_third_time(served: Served) -> None:
+def test_a_job_that_its_only_node_refuses_waits_in_backoff_and_fails_with_the_reason_the_third_time(
+    served: Served,
+) -> None:
     async def scenario() -> None:
         async with (
             served() as (coordinator, client),
