@@ -8,7 +8,7 @@ worker → shim → daemon (an inherited socketpair whose number is in PIPED_FD,
     plan       {plan}                          rank 0: the PlanSummary as a dict with its proto field names
     progress   {step, steps, loss, tokens_per_s, step_s}       last stage of replica 0, at most once a second
     beat       {step, section, action, waiting_on, age_s, longest_step_s}     every rank, once a second: steps finished; first step,
-               step, data, eval, save or hook; the action of its list ("1F3") or empty; ranks that it waits for, or "all"; since it
+               (compiled) step, update, clip, data, eval, save or hook; the action of its list ("1F3") or empty; ranks that it waits for, or "all"; since it
                last moved; the longest of its newest hundred steps
     metrics    {samples: [{name, labels, value} | {name, labels, buckets, sum, exemplars?}]}   cumulative, once a second and at
                exit; buckets: len(BUCKETS_S) + 1 counts, each of its own bucket alone, the last for +Inf; exemplars:

@@ -16,8 +16,10 @@ from piped.core.events import HangFound
 from piped.core.model import Attempt, AttemptState, Failure, FailureReason, JobSpec, Node, NodeState
 
 FIRST_STEP = "first step"
-STEP = frozenset({"step", "update", "clip"})
+COMPILED_STEP = "compiled step"
+STEP = frozenset({"step", COMPILED_STEP, "update", "clip"})
 STEP_S = 10.0  # at least; scheduling and a page of swap must not look like a hang
+COMPILED_STEP_S = 120.0  # a chunk of another shape has the stage compiled again
 STEPS = 5.0  # of the longest ones
 LIMITS_S = {"data": 120.0, "eval": 120.0, "hook": 120.0, "save": 900.0}  # without a sign from code that isn't ours
 OTHER_S = 120.0
@@ -56,10 +58,11 @@ def limit_s(spec: JobSpec, position: Position, longest_step_s: float) -> float:
     """Return how long a rank may stay where it is without moving."""
     if spec.hang_timeout_s:
         return max(LEAST_S, float(spec.hang_timeout_s))
-    if position.section == FIRST_STEP:
+    if position.section == FIRST_STEP or not position.step:  # data are opened and stages compiled in it
         return float(spec.start_timeout_s)
     if position.section in STEP:
-        return max(STEP_S, STEPS * longest_step_s)
+        least_s = COMPILED_STEP_S if position.section == COMPILED_STEP else STEP_S
+        return max(least_s, STEPS * longest_step_s)
     return LIMITS_S.get(position.section, OTHER_S)
 
 

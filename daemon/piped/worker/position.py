@@ -22,8 +22,9 @@ from stagekit.run.stats import Recorder
 EVERY_S = 1.0
 KEPT_STEPS = 100
 FIRST_STEP, STEP, UPDATE, CLIP = "first step", "step", "update", "clip"
+COMPILED_STEP = "compiled step"
 DATA, EVAL, HOOK, SAVE = "data", "eval", "hook", "save"
-_WITH_ACTIONS = (FIRST_STEP, STEP, EVAL)
+_WITH_ACTIONS = (FIRST_STEP, STEP, COMPILED_STEP, EVAL)
 # What a computation waits for before it begins; a backward also for its forward's send, to the rank that the gradient is from.
 _AWAITED = {Op.F: (Op.RECV_F, Op.RECV_X), Op.B: (Op.RECV_B,), Op.I: (Op.RECV_B,)}
 
@@ -59,7 +60,9 @@ class Position:
 
     def begin_batch(self) -> None:
         """Ranks open a batch together: the first rank of a pipeline tells the others what is in it."""
-        self.enter(STEP if self.step else FIRST_STEP, self._openers())
+        is_eager = all(backend == "eager" for backend in self._run.compiled.values())
+        section = (STEP if is_eager else COMPILED_STEP) if self.step else FIRST_STEP
+        self.enter(section, self._openers())
 
     def begin_step(self) -> None:
         """A step begins."""

@@ -79,6 +79,8 @@ def test_two_that_wait_for_nobody_are_a_tie_and_it_says_so():
     [
         ("step", 0.01, 10.0),
         ("step", 4.0, 20.0),
+        ("compiled step", 4.0, 120.0),
+        ("compiled step", 40.0, 200.0),
         ("clip", 4.0, 20.0),
         ("data", 4.0, 120.0),
         ("eval", 0.0, 120.0),
@@ -92,6 +94,12 @@ def test_each_section_has_a_limit_of_its_own_and_steps_five_of_the_longest_of_an
     first_s = NOW_S - 950.0
     assert watched.rank(1, section=section, age_s=limit_s - 0.1, first_s=first_s).find() is None
     assert watched.rank(1, section=section, age_s=limit_s + 0.1, first_s=first_s).blamed() == 1
+
+
+def test_whatever_is_done_before_the_first_step_has_ended_has_the_time_of_a_start():
+    watched = Watched(2).rank(1, section="data", step=0, age_s=500.0)
+    assert watched.find() is None
+    assert watched.rank(1, age_s=601.0).blamed() == 1
 
 
 def test_a_job_may_say_how_long_itself_for_every_section_but_no_shorter_than_silence_takes_to_be_heard():
