@@ -90,18 +90,24 @@ def num_steps(cluster, job_id):
 @contextlib.contextmanager
 def half_spawned(cluster, spec):
     """Submit; inside, node0 has started its rank while node1 has prepared, but its shim is halted and starts none."""
-    slow, halted = cluster.nodes
+    _, halted = cluster.nodes
     command = [sys.executable, "-m", "pipectl", "--coordinator", cluster.address]
     with subprocess.Popen([*command, "submit", "--no-check", cluster.write(spec)], stdout=subprocess.DEVNULL):
         job_id = wait_until(lambda: job_named(cluster, spec["name"]), 30, "the submission", every_s=0.002)
-        slow.process.send_signal(signal.SIGSTOP)  # nothing is committed before both have prepared
+
+        def folder(*names):
+            """Return node1's directory of the attempt once it holds these files."""
+            found = [path for path in cluster.attempt_dirs(job_id) if halted.folder in path.parents]
+            return found[0] if found and all((found[0] / name).exists() for name in names) else None
+
+        wait_until(lambda: folder("shim.log"), 10, "node1's shim is launched", every_s=0.002)
+        cluster.coordinator.process.send_signal(signal.SIGSTOP)  # it hears of no preparation, so nothing is committed
         try:
-            wait_until(lambda: has_prepared(halted, job_id), 3, "node1's preparation", every_s=0.01)
-            (folder,) = [path for path in cluster.attempt_dirs(job_id) if halted.folder in path.parents]
-            shim = json.loads((folder / "shim.json").read_text())["pid"]
+            wait_until(lambda: has_prepared(halted, job_id), 10, "node1's preparation", every_s=0.01)
+            shim = json.loads((folder("shim.json") / "shim.json").read_text())["pid"]
             os.kill(shim, signal.SIGSTOP)
         finally:
-            slow.process.send_signal(signal.SIGCONT)
+            cluster.coordinator.process.send_signal(signal.SIGCONT)
     try:
         wait_until(lambda: files(cluster, job_id, "started"), 10, "node0's worker")
         yield job_id
