@@ -16,6 +16,7 @@ import yaml
 
 from pipeapi.v1 import jobs_pb2
 from pipectl.api import Coordinator
+from piped.cgroup import groups_of
 
 START_S = 30.0
 TERMINAL = {"SUCCEEDED", "FAILED", "CANCELLED"}
@@ -117,6 +118,10 @@ class Cluster:
         files = self.folder.glob(f"{name}/attempts/*/attempt.json")
         return {f"PIPED_SHIM={json.loads(file.read_text())['marker']}" for file in files}
 
+    def shims(self) -> set[str]:
+        """Return the uuids of those attempts."""
+        return {marker.removeprefix("PIPED_SHIM=") for marker in self.markers()}
+
     def addresses(self) -> set[str]:
         """Return every host:port that the daemons say they listen on."""
         running = [daemon for daemon in [*self.nodes, self.coordinator] if daemon.process.poll() is None]
@@ -128,6 +133,7 @@ class Cluster:
         left = wait_for_no_process_of(None, self.markers())
         assert not left, f"processes left: {left}"
         wait_until(lambda: not any(node.slots_used for node in self.api.nodes()), 10, "the release of every slot")
+        wait_until(lambda: not any(map(groups_of, self.shims())), 10, "the removal of every cgroup")
 
     def attempt_dirs(self, job_id: str) -> list[Path]:
         """Return the directories of every attempt of a job, over all nodes."""

@@ -23,6 +23,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pipeapi.v1 import jobs_pb2, nodes_pb2
+from piped.node.attempt_dir import kill_marked
 
 from .scripted_coordinator import Coordinator, attempt
 
@@ -90,6 +91,8 @@ class Cluster:
             daemon.wait()
         for pid in self.live_processes():  # what a failed test left
             os.kill(pid, signal.SIGKILL)
+        for file in self.state.glob("attempts/*/attempt.json"):  # the cgroups of shims that were killed here
+            kill_marked(json.loads(file.read_text())["marker"])
 
 
 @pytest.fixture
