@@ -1,4 +1,5 @@
-"""What nodes say of their wires and clocks, and where they answer each other's calls. Shown and passed on, never decided on.
+"""What nodes say of their wires and clocks, and where they answer each other's calls. Shown and passed on; wires also decide
+between equal nodes (`core.placement`).
 
 Not stored: a node says it all again in its next session. Written by `sessions`; read by `pushes` and `cluster`.
 """
@@ -23,10 +24,12 @@ class LinkBoard:
 
     def __init__(self) -> None:
         self._links: dict[str, _Links] = {}
+        self.revision = 0  # counts registrations: addresses may have changed
 
     def register(self, node_id: str, hello: nodes_pb2.Hello) -> None:
         """A session begins; what the node said in an earlier one is forgotten."""
         self._links[node_id] = _Links(hello.probe_address)
+        self.revision += 1
 
     def beat(self, node_id: str, beat: nodes_pb2.Beat) -> None:
         """Take what a beat says."""

@@ -25,7 +25,7 @@ class Pushes:
         self._links = links
         self._reservations: Mapping[SlotKey, int] | None = None
         self._fences: dict[str, list[int]] = {}
-        self._written: dict[int, tuple[Attempt, bytes]] = {}
+        self._written: dict[int, tuple[Attempt, int, bytes]] = {}  # by fence; the revision of the links that it has
 
     def message_for(self, state: State, node_id: str) -> nodes_pb2.SerializedSessionResponse:
         """Return the node's complete desired state, as a SessionResponse on the wire."""
@@ -37,12 +37,12 @@ class Pushes:
         return Response(desired=Desired(desired_rev=state.event_seq, attempts=attempts).SerializeToString())
 
     def _written_out(self, state: State, fence: int) -> bytes:
-        kept = self._written.get(fence)
-        if kept is None or kept[0] is not state.attempts[fence]:
-            wanted = desired.of_fence(state, fence)
-            message = wire.desired_to_proto(wanted)
-            if wanted.phase is desired.Phase.PREPARE:
-                message.peers.extend(self._links.peers(state, wanted.attempt))
-            kept = wanted.attempt, message.SerializeToString()
-            self._written[fence] = kept
-        return kept[1]
+        attempt, kept = state.attempts[fence], self._written.get(fence)
+        is_prepared_now = desired.phase_of(attempt) is desired.Phase.PREPARE
+        revision = self._links.revision if is_prepared_now else 0
+        if kept is None or kept[0] is not attempt or kept[1] != revision:
+            message = wire.desired_to_proto(desired.of_fence(state, fence))
+            if is_prepared_now:
+                message.peers.extend(self._links.peers(state, attempt))
+            kept = self._written[fence] = attempt, revision, message.SerializeToString()
+        return kept[2]

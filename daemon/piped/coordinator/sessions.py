@@ -109,6 +109,8 @@ class NodeService(nodes_pb2_grpc.NodeServiceServicer):
             nodes = self._engine.state.nodes
             live = [each.node_id for each in nodes.values() if not each.is_gone]
             self._leases.cadence = self._small.for_fleet(len(live))
+            if not self._engine.is_storing:
+                self._leases.pause(boottime_s())
             for node_id in self._leases.tick(live, boottime_s()):
                 try:
                     await self._engine.post(LeaseExpired(node_id, nodes[node_id].incarnation))

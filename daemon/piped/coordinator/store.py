@@ -210,9 +210,10 @@ class Store:
     def _prune(self, now_s: float) -> int:
         """Delete the oldest of the events that need not be kept any more; return how many."""
         kept_from = self._connection.execute(
-            "SELECT max(coalesce((SELECT min(event_seq) FROM events WHERE at_s >= ?), newest + 1), newest + 1 - ?) "
+            "SELECT max(coalesce((SELECT min(event_seq) FROM events WHERE at_s >= ?), newest + 1), coalesce(("
+            "SELECT event_seq FROM events ORDER BY event_seq DESC LIMIT 1 OFFSET ?), 0)) "
             "FROM (SELECT coalesce(max(event_seq), 0) AS newest FROM events)",
-            (now_s - EVENTS_KEPT_S, self._max_events),
+            (now_s - EVENTS_KEPT_S, self._max_events - 1),
         ).fetchone()[0]
         last = self._connection.execute(
             "SELECT max(event_seq) FROM (SELECT event_seq FROM events WHERE event_seq < ? ORDER BY event_seq LIMIT ?)",

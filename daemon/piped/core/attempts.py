@@ -17,6 +17,7 @@ from piped.core.effects import ArmStartDeadline, SendDesired
 from piped.core.model import (
     Attempt,
     AttemptState,
+    FailureReason,
     Job,
     JobState,
     RankPlacement,
@@ -119,9 +120,10 @@ def refused(draft: Draft, event: events.PrepareRefused) -> str:
     if attempt is None or attempt.state not in (_A.PREPARING, _A.COMMITTED):
         return IGNORED  # COMMITTED: it lost its preparation since, or its workers can't be told what to do
     reason = f"node {draft.nodes[event.node_id].node_name} could not prepare: {event.message}"
-    if attempt.state is _A.PREPARING:
-        blamed = event.peer_id if event.peer_id in attempt.node_ids else event.node_id
-        retries.refused(draft, attempt, blamed, event.message, is_nodes=event.is_nodes)
+    if event.peer_id in attempt.node_ids:
+        retries.not_reached(draft, attempt, event.node_id, event.peer_id, event.message)
+    else:
+        retries.refused(draft, attempt, event.node_id, event.message, is_nodes=event.is_nodes)
     _stop(draft, attempt, _A.ABORTED, reason, grace_s=0.0)
     return reason
 
@@ -209,6 +211,7 @@ def emptied(draft: Draft, event: events.AttemptEmptied) -> str:
         retries.refused(draft, attempt, event.node_id, "it dropped the attempt before the start", is_nodes=False)
         _stop(draft, attempt, _A.ABORTED, f"node {node_name} dropped the attempt before its start", grace_s=0.0)
     elif attempt.state in (_A.COMMITTED, _A.RUNNING):
+        retries.refused(draft, attempt, event.node_id, "it lost the attempt's shim", is_nodes=True)
         lose_ranks(draft, attempt, event.node_id)
     else:
         settle(draft, attempt)
@@ -340,6 +343,8 @@ def _stop(draft: Draft, attempt: Attempt, outcome: AttemptState, trigger: str, *
 def _judge(draft: Draft, attempt: Attempt, changed: Sequence[Worker]) -> None:
     """Decide what the workers' states mean for the attempt, of which `changed` are new."""
     if attempt.state is _A.STOPPING and attempt.outcome is _A.FAILED:
+        if not _is_news(attempt, changed):
+            return
         draft.put_attempt(replace(attempt, verdict=root_cause.judge(attempt, draft.nodes)))
         return
     if attempt.state not in (_A.COMMITTED, _A.RUNNING):
@@ -356,6 +361,14 @@ def _judge(draft: Draft, attempt: Attempt, changed: Sequence[Worker]) -> None:
     if all(each.has_succeeded for each in (*changed, *attempt.workers)):
         jobs.end(draft, attempt.job_id, JobState.SUCCEEDED, "every rank said done and exited 0")
         _stop(draft, attempt, _A.SUCCEEDED, "every rank succeeded", grace_s=0.0)
+
+
+def _is_news(attempt: Attempt, changed: Sequence[Worker]) -> bool:
+    """Return whether what is new may change the verdict; thousands of ranks that end as they were told to don't."""
+    verdict = attempt.verdict
+    if verdict is None or verdict.reason is FailureReason.START_TIMEOUT:  # which quotes them
+        return True
+    return any(each.rank == verdict.rank or not root_cause.was_stopped(each) for each in changed)
 
 
 def _of_node(draft: Draft, node_id: str, fence: int) -> Attempt | None:

@@ -34,7 +34,9 @@ def choose(
         fence = reservations.get(key)
         if fence is None:
             return (_FREE if is_here else _AWAY), 0, 0
-        if attempts[fence].state is AttemptState.STOPPING or attempts[fence].is_terminal:
+        if attempts[fence].is_terminal:  # a process that can't be killed, say: nobody knows when it will be gone
+            return _OTHER, 0, fence
+        if attempts[fence].state is AttemptState.STOPPING:
             return (_STOPPING if is_here else _AWAY), 0, fence
         priority = jobs[attempts[fence].job_id].spec.priority
         if is_here and priority < job.spec.priority:

@@ -23,6 +23,7 @@ COMPILED_STEP_S = 120.0  # a chunk of another shape has the stage compiled again
 STEPS = 5.0  # of the longest ones
 LIMITS_S = {"data": 120.0, "eval": 120.0, "hook": 120.0, "save": 900.0}  # without a sign from code that isn't ours
 OTHER_S = 120.0
+LONGEST_S = max(LIMITS_S.values())
 SILENT_S = 2.5  # a rank says where it is once a second
 LEAST_S = 4.0  # whatever a job asks for: who is silent must be known by then
 
@@ -49,9 +50,12 @@ class Sighting:
     first_s: float
     last_s: float
 
-    def still_s(self, now_s: float) -> float:
-        """Return for how long the rank has not moved, in this coordinator's life: what was before it saw, does not count."""
-        return min(self.position.age_s + self.position.silent_s, now_s - self.first_s)
+    def still_s(self, now_s: float, since_s: float = 0.0) -> float:
+        """Return for how long the rank has not moved, in this coordinator's life: what was before it saw, does not count.
+
+        `since_s`: since it was heard of for the last time, where that counts.
+        """
+        return min(self.position.age_s + self.position.silent_s + since_s, now_s - self.first_s)
 
 
 def limit_s(spec: JobSpec, position: Position, longest_step_s: float) -> float:
@@ -78,7 +82,7 @@ def find(
     sinks = sorted(look.stuck & look.silent) or look.sinks()
     if not sinks:
         return look.blame_nobody() if look.stuck.issuperset(look.living) else None
-    blamed = [rank for rank in sinks if rank in look.stuck or rank in look.gone]
+    blamed = [rank for rank in sinks if rank in look.stuck or rank in look.overdue]
     if not blamed:
         return None  # who is waited for still moves, or may take longer
     return look.blame(max(blamed, key=lambda rank: (look.still_s(rank), -rank)), blamed)
@@ -93,9 +97,9 @@ class _Look:
         self._attempt, self._seen, self._now_s = attempt, seen, now_s
         self.living, self.gone, self.is_blind = set[int](), set[int](), False
         for each in attempt.placement:
-            node = nodes.get(each.node_id)
-            if attempt.workers[each.rank].has_ended:
-                continue  # done, or its failure stops the attempt by itself
+            node, worker = nodes.get(each.node_id), attempt.workers[each.rank]
+            if worker.has_ended or worker.is_done:
+                continue  # it waits for nobody any more, or its failure stops the attempt by itself
             if node is None or node.is_gone:
                 self.gone.add(each.rank)
             elif node.state is NodeState.READY and each.rank in seen:
@@ -104,28 +108,53 @@ class _Look:
                 self.is_blind = True
         self.silent = {rank for rank in self.living if seen[rank].position.silent_s >= SILENT_S}
         longest_s = max((seen[rank].position.longest_step_s for rank in self.living), default=0.0)
+        self._everyone = frozenset(self.living | self.gone)
         self.stuck = {
             rank for rank in self.living if self.still_s(rank) > limit_s(spec, seen[rank].position, longest_s)
         }
+        most_s = max((self.still_s(rank) for rank in self.stuck), default=0.0)
+        self.overdue = {  # of those that are gone: what they were at when they were last heard of may take its time
+            rank
+            for rank in self.gone
+            if (
+                self.still_s(rank) > limit_s(spec, seen[rank].position, longest_s)
+                if rank in seen
+                else most_s > LONGEST_S
+            )
+        }
 
     def still_s(self, rank: int) -> float:
-        return self._seen[rank].still_s(self._now_s) if rank in self._seen else 0.0
+        if rank not in self._seen:
+            return 0.0
+        since_s = self._now_s - self._seen[rank].last_s if rank in self.gone else 0.0
+        return self._seen[rank].still_s(self._now_s, since_s)
 
     def waits_for(self, rank: int) -> frozenset[int]:
         """Return the ranks that `rank` waits for, those that have ended left out; what a silent one said is past."""
         if rank in self.gone or rank in self.silent:
             return frozenset()
         position = self._seen[rank].position
-        there = self.living | self.gone
-        return frozenset((there if position.waits_for_all else there.intersection(position.waiting_on)) - {rank})
+        there = self._everyone
+        return (there if position.waits_for_all else there.intersection(position.waiting_on)) - {rank}
+
+    def _is_waiting(self, rank: int) -> bool:
+        if rank in self.gone or rank in self.silent:
+            return False
+        return (self._seen[rank].position.waits_for_all and len(self._everyone) > 1) or bool(self.waits_for(rank))
 
     def sinks(self) -> list[int]:
         """Return the ranks that stuck ones wait for, by way of others, and that wait for nobody."""
         reached, new = set[int](), set(self.stuck)
         while new:
             reached |= new
+            if any(
+                rank in self._seen and self._seen[rank].position.waits_for_all
+                for rank in new & self.living - self.silent
+            ):
+                reached = set(self._everyone)
+                break
             new = {other for rank in new for other in self.waits_for(rank)} - reached
-        return sorted(rank for rank in reached if not self.waits_for(rank))
+        return sorted(rank for rank in reached if not self._is_waiting(rank))
 
     def blame(self, rank: int, sinks: list[int]) -> HangFound:
         place = self._attempt.placement[rank]

@@ -51,6 +51,10 @@ class Leases:
         """Note another message of the node, which it is alive to send."""
         self.received_s[node_id] = now_s
 
+    def pause(self, now_s: float) -> None:
+        """Have no lease end for a TTL: nothing can be stored, so that nodes can't register again either."""
+        self.not_before_s = max(self.not_before_s, now_s + self.cadence.ttl_s)
+
     def expires_s(self, node_id: str) -> float:
         """Return when the node's lease ends if no further beat comes."""
         granted_s = self.granted_s.get(node_id, self.cadence.ttl_s)

@@ -158,6 +158,7 @@ class Refusal:
     node_name: str
     why: str
     is_nodes: bool
+    by: str = ""  # the node that could not reach it, where that is all that is known
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ FREE = frozenset({FailureReason.NODE_LOST, FailureReason.INFRA})  # charged to n
 MIN_ABORTS = 3  # attempts that could not be started before the job is given up
 MAX_REFUSERS = 8  # nodes that refused the job while none could prepare it: more would say the same
 MAX_DELAY_S = 60.0
+MAX_LOSSES = 5  # of the node of one and the same rank, before the job is given up
+MAX_UNKNOWN = 2  # failures of one rank of which no step is known
 
 
 def delay_s(times: int) -> float:
@@ -34,10 +36,13 @@ def earlier_failures(job: Job, attempt: Attempt, attempts: Mapping[int, Attempt]
 
 def why_final(job: Job, attempt: Attempt, verdict: Failure, attempts: Mapping[int, Attempt]) -> str | None:
     """Return why no attempt follows a failed one, in words that may be empty; None: another one follows."""
-    if verdict.reason is FailureReason.NODE_LOST:
-        return None
-    if any(_is_same(verdict, each) for each in earlier_failures(job, attempt, attempts)):
-        return "an earlier attempt failed in the same way"
+    times = sum(_is_same(verdict, each) for each in earlier_failures(job, attempt, attempts))
+    if times >= _most_alike(verdict):
+        return (
+            "an earlier attempt failed in the same way"
+            if times == 1
+            else f"{times} earlier attempts failed in the same way"
+        )
     if verdict.reason in FREE:
         return None
     if not job.spec.restarts:
@@ -62,10 +67,30 @@ def refused(draft: Draft, attempt: Attempt, node_id: str, why: str, *, is_nodes:
         quarantine.strike(draft, node_id, job.job_id, why)
 
 
+def not_reached(draft: Draft, attempt: Attempt, caller_id: str, peer_id: str, why: str) -> None:
+    """Note that one node of the attempt could not call another: either may be to blame.
+
+    The next attempt leaves out the one that was called. It is the caller's fault once it could not reach a second one, or one
+    that has prepared; that of the one called once a second caller says so.
+    """
+    job, peer = draft.jobs[attempt.job_id], draft.nodes[peer_id]
+    if peer_id in attempt.prepared_nodes or any(
+        each.by == caller_id and each.node_id != peer_id for each in job.refusals
+    ):
+        draft.put_job(replace(job, refusals=tuple(each for each in job.refusals if each.by != caller_id)))
+        refused(draft, attempt, caller_id, why, is_nodes=True)
+    elif any(each.node_id == peer_id and each.by not in ("", caller_id) for each in job.refusals):
+        refused(draft, attempt, peer_id, why, is_nodes=True)
+    else:
+        others = tuple(each for each in job.refusals if each.node_id != peer_id)
+        suspect = Refusal(peer_id, peer.node_name, why, is_nodes=False, by=caller_id)
+        draft.put_job(replace(job, refusals=(*others, suspect)))
+
+
 def prepared(draft: Draft, attempt: Attempt, node_id: str) -> None:
     """A node has prepared the job: the others that could not are to blame themselves."""
     job = draft.jobs[attempt.job_id]
-    blamed = [each for each in job.refusals if not each.is_nodes and each.node_id != node_id]
+    blamed = [each for each in job.refusals if not each.is_nodes and not each.by and each.node_id != node_id]
     if not blamed:
         return
     refusals = tuple(replace(each, is_nodes=each.is_nodes or each in blamed) for each in job.refusals)
@@ -100,8 +125,15 @@ def _others(job: Job, nodes: Iterable[Node]) -> list[Node]:
 
 
 def _is_same(one: Failure, other: Failure) -> bool:
-    """Return whether the same rank failed in the same way in the same step; one that told no step may have been in any."""
-    return one.step >= 0 and (one.reason, one.rank, one.step) == (other.reason, other.rank, other.step)
+    """Return whether the same rank failed in the same way in the same step."""
+    return (one.reason, one.rank, one.step) == (other.reason, other.rank, other.step)
+
+
+def _most_alike(verdict: Failure) -> int:
+    """Return how many earlier failures like this one are too many; one that told no step may have been in any."""
+    if verdict.reason is FailureReason.NODE_LOST:
+        return MAX_LOSSES
+    return 1 if verdict.step >= 0 else MAX_UNKNOWN
 
 
 def _is_early(attempt: Attempt, verdict: Failure) -> bool:

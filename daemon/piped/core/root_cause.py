@@ -26,7 +26,7 @@ def judge(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
         rank = attempt.verdict.rank
         return replace(attempt.verdict, log_tail=attempt.workers[rank].log_tail) if rank >= 0 else attempt.verdict
     attempt = with_quotes(attempt)
-    failed = [each for each in attempt.workers if each.has_failed and not _is_stopped(each)]
+    failed = [each for each in attempt.workers if each.has_failed and not was_stopped(each)]
     starved = [each for each in failed if each.oom_killed]
     lost = [each for each in failed if each.state is WorkerState.LOST]
     own = [each for each in failed if each.report is None or not each.report.is_transport]
@@ -68,7 +68,7 @@ def _with_quote(worker: Worker, quote: WorkerReport | None) -> Worker:
     return replace(worker, report=quote, failed_boottime_ns=0, failed_moment=None)  # when, the quote does not tell
 
 
-def _is_stopped(worker: Worker) -> bool:
+def was_stopped(worker: Worker) -> bool:
     """Return whether its end was ordered and it had reported no failure of its own."""
     return worker.by_supervisor and worker.report is None
 
@@ -103,9 +103,9 @@ def _certainly_first(own: Sequence[Worker]) -> Worker | None:
 def _blame(attempt: Attempt, worker: Worker, nodes: Mapping[str, Node], note: str = "") -> Failure:
     place = attempt.placement[worker.rank]
     reason, message = _reason(worker)
-    if reason is FailureReason.NODE_LOST or _is_lost(nodes, place.node_id):
-        reason = FailureReason.NODE_LOST
     report = worker.report
+    if report is None and _is_lost(nodes, place.node_id):  # what it told of itself before, stands
+        reason = FailureReason.NODE_LOST
     if reason is FailureReason.NUMERIC and report is not None:  # every rank sees the same sum
         return Failure(reason, f"{message}{note}", step=report.step, traceback=report.traceback)
     return Failure(
@@ -154,21 +154,18 @@ def _blame_of_victims(attempt: Attempt, victims: Sequence[Worker], nodes: Mappin
             f"look at the network between their nodes ({report.message})",
             step=report.step,
         )
-    if _is_lost(nodes, place.node_id):
-        return Failure(
-            FailureReason.NODE_LOST,
-            f"contact with node {place.node_name} was lost",
-            rank,
-            place.node_name,
-            place.stages,
-        )
+    steps = [each.report.step for each in victims if each.report is not None]
+    is_lost = _is_lost(nodes, place.node_id)
     return Failure(
-        FailureReason.INFRA,
-        "its neighbours lost contact with it, and it reported nothing itself",
+        FailureReason.NODE_LOST if is_lost else FailureReason.INFRA,
+        f"contact with node {place.node_name} was lost"
+        if is_lost
+        else "its neighbours lost contact with it, and it reported nothing itself",
         rank,
         place.node_name,
         place.stages,
-        log_tail=attempt.workers[rank].log_tail,
+        step=max(steps, default=-1),
+        log_tail="" if is_lost else attempt.workers[rank].log_tail,
     )
 
 
@@ -177,16 +174,14 @@ def _start_timeout(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
     if not missing:
         return Failure(FailureReason.START_TIMEOUT, attempt.stop_trigger)
     names = "; ".join(_describe_missing(attempt, each) for each in missing)
-    place = attempt.placement[missing[0].rank]
-    is_lost = _is_lost(nodes, place.node_id)
-    return Failure(
-        FailureReason.NODE_LOST if is_lost else FailureReason.START_TIMEOUT,
-        f"{attempt.stop_trigger.removeprefix(START_TIMEOUT + ': ')}: {names}",
-        place.rank,
-        place.node_name,
-        place.stages,
-        log_tail=missing[0].log_tail,
-    )
+    told = f"{attempt.stop_trigger.removeprefix(START_TIMEOUT + ': ')}: {names}"
+    lost = [each for each in missing if _is_lost(nodes, attempt.placement[each.rank].node_id)]
+    blamed = lost or [each for each in missing if not each.pid] or missing
+    if not lost and len(blamed) > 1 and blamed == missing and all(each.pid for each in missing):
+        return Failure(FailureReason.START_TIMEOUT, told)  # each may wait for another
+    place = attempt.placement[blamed[0].rank]
+    reason = FailureReason.NODE_LOST if lost else FailureReason.START_TIMEOUT
+    return Failure(reason, told, place.rank, place.node_name, place.stages, log_tail=blamed[0].log_tail)
 
 
 def _describe_missing(attempt: Attempt, worker: Worker) -> str:

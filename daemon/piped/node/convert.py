@@ -33,6 +33,7 @@ _PHASES = {
     nodes_pb2.PHASE_STOP: Phase.STOP,
 }
 _FACT_FIELDS = {field.name: field.number for field in nodes_pb2.Fact.DESCRIPTOR.oneofs_by_name["fact"].fields}
+DRIFT = 50e-6  # by which two boot clocks may part, at most
 _FACT_NAMES = {number: name for name, number in _FACT_FIELDS.items()}
 _FLOATS = ("loss", "tokens_per_s", "step_s")
 
@@ -65,14 +66,16 @@ def _placement(rank: nodes_pb2.RankPlacement) -> RankPlacement:
     return RankPlacement(rank.rank, rank.replica, tuple(rank.stages), rank.node_id, rank.node_name, slot)
 
 
-def fact_message(fact: Fact, boot_offset: tuple[float, float] | None = None) -> nodes_pb2.Fact:
+def fact_message(fact: Fact, boot_offset: tuple[float, float] | None = None, *, now_ns: int = 0) -> nodes_pb2.Fact:
     """Return `fact` as a message. Raises ValueError when its body does not fit, e.g. a plan of another version.
 
-    `boot_offset`: this boot clock minus the coordinator's and the error of that, in seconds.
+    `boot_offset`: this boot clock minus the coordinator's and the error of that, in seconds, as measured at about `now_ns` of
+    this one: since a fact of some time ago the two may have drifted apart.
     """
     message = nodes_pb2.Fact(fence=fact.fence, boottime_ns=fact.boottime_ns)
     if boot_offset is not None and fact.boottime_ns:
         offset_ns, error_ns = (round(seconds * 1e9) for seconds in boot_offset)
+        error_ns += round(max(0, now_ns - fact.boottime_ns) * DRIFT)
         message.moment.earliest_ns = fact.boottime_ns - offset_ns - error_ns
         message.moment.latest_ns = fact.boottime_ns - offset_ns + error_ns
     if fact.rank is not None:

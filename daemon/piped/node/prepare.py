@@ -72,7 +72,7 @@ async def _fetch(sha256: str, directory: AttemptDir, download: Download) -> None
         raise PreparationError(f"source {sha256[:12]} can't be fetched or unpacked: {said}; pack it again") from error
     finally:
         packed.unlink(missing_ok=True)
-        shutil.rmtree(unpacked, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, unpacked, ignore_errors=True)
 
 
 def _unpack(packed: Path, target: Path) -> None:

@@ -271,7 +271,8 @@ class Session:
 
     def _message(self, fact: Fact) -> nodes_pb2.Fact | None:
         try:
-            return convert.fact_message(fact, self._boot_clock.best)
+            now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+            return convert.fact_message(fact, self._boot_clock.best, now_ns=now_ns)
         except ValueError as error:  # a worker of another version, or user code on its channel: never to be sent
             log.error("fact_malformed", error=str(error))
             self._supervisor.acknowledge([fact.key])

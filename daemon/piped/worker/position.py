@@ -40,6 +40,7 @@ class Position:
         self.step = 0  # finished
         self._began_s = monotonic()
         self._durations: deque[float] = deque(maxlen=KEPT_STEPS)
+        self._first_s = 0.0
         self._here: tuple[str, int, Waiting] = (FIRST_STEP, monotonic_ns(), ())
         self._age_s, self._looked_s = 0.0, monotonic()
         self._last: tuple[object, ...] = ()
@@ -69,9 +70,12 @@ class Position:
         self._began_s = monotonic()
 
     def end_step(self) -> None:
-        """A step is over; how long the first one took says nothing of the others."""
+        """A step is over; how long the first one took counts until there is another one."""
+        took_s = monotonic() - self._began_s
         if self.step:
-            self._durations.append(monotonic() - self._began_s)
+            self._durations.append(took_s)
+        else:
+            self._first_s = took_s
         self.step += 1
 
     def close(self) -> None:
@@ -100,7 +104,7 @@ class Position:
         self._age_s = self._age_s + passed_s if moved == self._last else 0.0
         self._last, self._looked_s = moved, now_s
         told = waiting_on if isinstance(waiting_on, str) else list(waiting_on)
-        longest_s = max(tuple(self._durations), default=0.0)
+        longest_s = max(tuple(self._durations), default=self._first_s)
         fields = {"step": self.step, "section": section, "action": action, "waiting_on": told}
         return fields | {"age_s": self._age_s, "longest_step_s": longest_s}
 

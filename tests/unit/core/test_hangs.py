@@ -123,11 +123,30 @@ def test_a_rank_that_is_not_heard_of_or_whose_node_is_away_for_a_moment_leaves_a
 
 
 def test_a_lost_node_that_others_wait_for_is_lost_and_one_that_nobody_waits_for_is_left_alone():
-    watched = waiting(Watched())
+    watched = waiting(Watched()).rank(1, age_s=31.0)
     watched.cluster.feed(events.LeaseExpired("n2", 1))
     failure = watched.find().failure
     assert (failure.reason, failure.rank, failure.node_name) == (FailureReason.NODE_LOST, 1, "n2")
     assert watched.rank(0, age_s=0.0).rank(2, age_s=0.0).find() is None
+
+
+def test_a_rank_of_a_lost_node_has_the_time_of_what_it_was_at_when_it_was_last_heard_of():
+    watched = waiting(Watched()).rank(1, section="data", age_s=31.0)
+    watched.cluster.feed(events.LeaseExpired("n2", 1))
+    assert watched.find() is None
+    watched.seen[1] = replace(watched.seen[1], last_s=NOW_S - 100.0)
+    assert watched.blamed() == 1
+    unheard = waiting(Watched(), age_s=800.0)
+    del unheard.seen[1]
+    unheard.cluster.feed(events.LeaseExpired("n2", 1))
+    assert unheard.find() is None
+    assert waiting(unheard, age_s=901.0).blamed() == 1
+
+
+def test_a_rank_that_said_done_is_not_blamed_for_lingering():
+    watched = waiting(Watched()).rank(1, age_s=31.0)
+    watched.cluster.done(1)
+    assert watched.blamed() != 1
 
 
 def test_a_rank_that_has_ended_well_is_waited_for_no_more():

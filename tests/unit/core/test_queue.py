@@ -190,3 +190,13 @@ def test_the_highest_and_oldest_priorities_are_spared_where_fewer_suffice():
     c = cluster(1, 1, 3).feed(job("p0", priority=0)).run(1).feed(job("p1", priority=1)).run(2)
     c.feed(job("p2", 3, priority=2)).run(3).feed(job("high", 4, priority=9))
     assert [each for each, state in states(c).items() if state == "preempting"] == ["p0", "p2"]
+
+
+def test_slots_of_an_attempt_that_is_over_but_can_not_be_killed_are_waited_for_by_nobody():
+    c = cluster(1, 1).feed(submission("u", name="u", stages=1), submission("v", name="v", stages=1)).run(1).run(2)
+    stuck = c.node_of(0, 1)
+    c.feed(events.CancelRequested("u"), events.WorkerUnkillable(stuck, 1, 0))
+    assert c.attempt(1).is_terminal
+    c.feed(submission("head", name="head", stages=1, priority=9))
+    assert c.job("head").earmark == ((c.node_of(0, 2), 0),)
+    assert c.attempt(2).state is AttemptState.STOPPING

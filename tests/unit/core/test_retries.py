@@ -129,7 +129,7 @@ def test_an_error_of_the_user_before_the_first_step_has_ended_is_final(step):
 def test_lost_nodes_and_networks_are_charged_to_nobody():
     c = cluster(2).feed(submission())
     for fence in (1, 2, 3, 4):
-        c.run(fence).feed(events.WorkerLost("n1", fence, 1)).empty(fence)
+        c.run(fence).feed(events.WorkerLost("n1", fence, fence % 2)).empty(fence)
         assert (c.attempt(fence).verdict.reason, c.job().restarts) == (FailureReason.NODE_LOST, 0)
         c.wait()
     assert (c.job().state, c.job().attempt) == (JobState.STARTING, 5)
@@ -139,7 +139,7 @@ def test_waits_double_up_to_a_minute():
     c = cluster(2).feed(submission())
     waits = []
     for fence in range(1, 11):
-        c.run(fence).feed(events.WorkerLost("n1", fence, 1)).empty(fence)
+        c.run(fence).feed(events.WorkerLost("n1", fence, fence % 2)).empty(fence)
         waits.append(c.job().backoff.for_s if c.job().backoff else 0.0)
         c.wait()
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
@@ -167,3 +167,49 @@ def test_a_job_that_waits_for_a_lost_node_goes_on_when_that_is_forgotten_and_end
     c = waiting().feed(events.ForgetRequested("n2", "ann", ""))
     assert (c.attempt().state, c.job().state) == (AttemptState.FAILED, JobState.QUEUED)
     assert waiting().feed(events.CancelRequested("j1")).job().state is JobState.CANCELLED
+
+
+def test_what_is_charged_to_nobody_does_not_go_on_for_ever_either():
+    c = cluster(2).feed(submission())
+    for fence in range(1, 7):
+        c.run(fence).feed(events.WorkerLost("n1", fence, 1)).empty(fence).wait()
+    assert (c.job().state, c.job().failure.reason) == (JobState.FAILED, FailureReason.NODE_LOST)
+    silent = cluster(3).feed(submission(stages=3))
+    for fence in (1, 2):
+        silent.run(fence).fail(0, fence=fence, peer_rank=1, is_transport=True, step=5).empty(fence).wait()
+    assert (silent.job().state, silent.job().failure.reason) == (JobState.FAILED, FailureReason.INFRA)
+    assert silent.job().attempt == 2
+
+
+def test_a_node_that_gives_up_an_attempt_after_its_preparation_is_left_out_of_the_next_one():
+    refused = cluster(2, 2).feed(submission()).prepare()
+    (first,) = refused.attempt().node_ids
+    refused.feed(events.PrepareRefused(first, 1, "its workers can't be told what to do")).empty()
+    gone = cluster(2, 2).feed(submission()).run()
+    gone.feed(events.AttemptEmptied(first, 1))
+    for c in (refused, gone):
+        assert c.node_of(0, 2) != first
+
+
+def not_reached(c: Cluster, caller: str, peer: str) -> Cluster:
+    """Have one node of the newest attempt say that it can't call another, and let the backoff pass."""
+    fence = c.job().fence
+    return c.feed(events.PrepareRefused(caller, fence, f"{caller} can't call {peer}", peer_id=peer)).empty(fence).wait()
+
+
+def test_a_node_that_reaches_nobody_is_found_out_though_it_accuses_others():
+    c = cluster(1, 1, 1).feed(submission())
+    for _ in range(2):
+        peer = next(each for each in c.attempt(c.job().fence).node_ids if each != "n1")
+        not_reached(c, "n1", peer)
+    assert set(c.attempt(3).node_ids) == {"n2", "n3"}
+    assert [node.strikes for node in c.state.nodes.values()] == [("j1",), (), ()]
+
+
+def test_a_node_that_two_others_can_not_reach_is_to_blame_and_one_that_has_prepared_is_not():
+    c = cluster(1, 1, 1).feed(submission(stages=3))
+    not_reached(not_reached(c, "n1", "n3"), "n2", "n3")
+    assert [node.strikes for node in c.state.nodes.values()] == [(), (), ("j1",)]
+    well = cluster(1, 1).feed(submission()).feed(events.AttemptPrepared("n2", 1))
+    not_reached(well, "n1", "n2")
+    assert [node.strikes for node in well.state.nodes.values()] == [("j1",), ()]

@@ -148,3 +148,23 @@ def test_failures_on_two_hosts_are_ordered_by_their_corrected_clocks_unless_the_
 def test_a_wrong_rank_is_not_certain_where_one_failure_has_no_corrected_time():
     c = running(1, 1, 1).exit(1, code=7, moment=Moment(5, 6)).exit(2, code=7)
     assert "not known" in verdict(c).message
+
+
+def test_what_a_rank_told_of_itself_stands_though_its_node_is_lost_afterwards():
+    c = running(2, 1).fail(2, message="ValueError: x").feed(events.LeaseExpired("n2", 1))
+    c.feed(events.AttemptEmptied("n1", 1))
+    assert (verdict(c).reason, verdict(c).message) == (FailureReason.USER_ERROR, "ValueError: x")
+
+
+def start_timeout(c):
+    return c.feed(events.StartDeadlinePassed(1)).attempt().verdict
+
+
+def test_of_ranks_that_did_not_join_a_lost_one_is_blamed_then_one_that_was_not_started_and_else_none():
+    ready = cluster(1, 1, 1).feed(submission(stages=3)).prepare()
+    spawned = [events.WorkerSpawned(ready.node_of(rank), 1, rank, 100 + rank, 7) for rank in range(3)]
+    assert start_timeout(ready.feed(*spawned)).rank == -1
+    late = cluster(1, 1, 1).feed(submission(stages=3)).prepare().feed(spawned[0], spawned[2])
+    assert (start_timeout(late).rank, start_timeout(late).reason) == (1, FailureReason.START_TIMEOUT)
+    lost = cluster(1, 1, 1).feed(submission(stages=3)).prepare().feed(*spawned[:2], events.LeaseExpired("n3", 1))
+    assert (start_timeout(lost).node_name, start_timeout(lost).reason) == ("n3", FailureReason.NODE_LOST)

@@ -83,3 +83,12 @@ def test_a_large_fleet_beats_less_often_and_each_node_is_told_once_without_losin
     assert leases.expires_s("n1") == 31.0  # it may beat as late as it was told before
     leases.beat("n1", 16.0)
     assert leases.expires_s("n1") == 20.0
+
+
+def test_no_lease_ends_while_nothing_can_be_stored_nor_for_a_while_after():
+    leases = Leases(Cadence(1.0, 4.0), last_tick_s=0.0, not_before_s=0.0)
+    leases.beat("n1", 0.0)
+    for now_s in range(8):
+        leases.pause(float(now_s))
+        assert leases.tick(["n1"], float(now_s)) == []
+    assert leases.tick(["n1"], 9.0) == [] and leases.tick(["n1"], 11.0) == ["n1"]

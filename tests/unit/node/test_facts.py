@@ -70,4 +70,6 @@ def test_a_fact_says_when_it_was_on_the_coordinators_clock_within_the_error_of_t
     fact = Fact(7, 0, "joined", 5_000_000_000)
     moment = convert.fact_message(fact, (2.0, 0.25)).moment
     assert (moment.earliest_ns, moment.latest_ns) == (2_750_000_000, 3_250_000_000)
+    late = convert.fact_message(fact, (2.0, 0.25), now_ns=3_605_000_000_000).moment  # an hour without coordinator
+    assert (late.earliest_ns, late.latest_ns) == (2_570_000_000, 3_430_000_000)
     assert not convert.fact_message(fact).HasField("moment")
