@@ -1,7 +1,7 @@
 """A memory cgroup per rank, where the shim's own group may be divided: a limit, and who was killed for want of memory.
 
 OOM is told from the kernel's counters alone: a bare SIGKILL may be anybody's. A rank's leaf counts its own kills; without
-leaves the enclosing group's counter tells, if it rose while a rank died of SIGKILL. Version 1 and 2 differ in names; under
+leaves the enclosing group's counter tells, if it rose just before a rank died of SIGKILL. Version 1 and 2 differ in names; under
 version 2 a group with processes can't be divided, so leaves lie beside the daemon's own group where that is called
 `daemon` (systemd: DelegateSubgroup=daemon). Standard library only; used by
 piped.shim, and by piped.node to remove what a killed shim left.
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 DAEMONS = "daemon"
 _PREFIX = "piped-"
+SAMPLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,28 @@ class Group:
         except OSError:
             return False
         return True
+
+
+class Kills:
+    """What a group counted in the last moments: a kill that was survived by a second or two was of something else."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._survived = self._sampled = group.oom_kills
+        self._sampled_s = time.monotonic()
+
+    def sample(self) -> None:
+        """A rank shows life: what was counted at the sample before this one, it has survived."""
+        now_s = time.monotonic()
+        if now_s - self._sampled_s >= SAMPLE_S:
+            self._survived, self._sampled, self._sampled_s = self._sampled, self._group.oom_kills, now_s
+
+    def take(self) -> bool:
+        """Return whether one more was killed than had been survived; each one tells of one end."""
+        is_new = self._group.oom_kills > self._survived
+        self._survived += is_new
+        self._sampled = max(self._sampled, self._survived)
+        return is_new
 
 
 def own_group(root: Path = Path("/")) -> Group | None:

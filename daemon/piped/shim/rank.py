@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from piped.cgroup import Group
+from piped.cgroup import Group, Kills
 from piped.lines import MAX_LINE_BYTES, LineReader, Message, encode
 from piped.shim import records, system
 from piped.shim.environment import worker_environment
@@ -56,6 +56,7 @@ class Rank:
         self.output: int | None = None
         self.last_messages: dict[str, Message] = {}
         self.leaf: Group | None = None  # the processes of this rank
+        self.kills: Kills | None = None  # those of the leaf
         self.undivided = ""  # why it has none
         self._marker = marker
         self._reader = LineReader()
@@ -162,6 +163,8 @@ class Rank:
             self.fail(f"wrote no message line to PIPED_FD: {error}")
         for message in messages:
             self.last_messages[str(message["type"])] = message
+        if messages and self.kills is not None:
+            self.kills.sample()
         return messages
 
     def read_output(self, limit: int = 16) -> None:
@@ -190,6 +193,7 @@ class Rank:
             if group is None:
                 raise OSError("no cgroup here counts memory")
             self.leaf = group.leaf(self._marker, self.number, memory_bytes)
+            self.kills = Kills(self.leaf)
         except OSError as error:
             self.undivided = str(error)
             if memory_bytes:
@@ -201,7 +205,7 @@ class Rank:
             self.leaf.kill()
             if not self.leaf.remove():
                 return False
-            self.leaf = None
+            self.leaf = self.kills = None
         return True
 
     def fail(self, reason: str) -> None:
@@ -242,7 +246,7 @@ class Rank:
         """Note the exit; what is left of its group dies with it."""
         self.ended = ended
         if self.leaf is not None:
-            self.oom_killed = (ended.code != 0) and self.leaf.oom_kills > 0
+            self.oom_killed = (ended.code != 0) and self.kills is not None and self.kills.take()
         self.drain_until_s = time.monotonic() + DRAIN_S
         if self.pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):

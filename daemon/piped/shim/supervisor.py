@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from piped.cgroup import own_group
+from piped.cgroup import Kills, own_group
 from piped.lines import VERSION, Message
 from piped.shim import records, system
 from piped.shim.link import Link
@@ -43,7 +43,7 @@ class Supervisor:
         self._marker = marker
         self._base_env = base_env
         self._group, self._is_told_of_groups = own_group(), False
-        self._known_oom_kills = self._group.oom_kills if self._group is not None else 0
+        self._kills = Kills(self._group) if self._group is not None else None
         self._ranks: dict[int, Rank] = {}
         self._refused: dict[int, Message] = {}  # exits of ranks that could not even be recorded as started
         self._forwarded: dict[tuple[int, str], Message] = {}
@@ -221,7 +221,10 @@ class Supervisor:
     # --- what workers do
 
     def _relay(self, rank: Rank) -> None:
-        for message in rank.read_channel():
+        messages = rank.read_channel()
+        if messages and self._kills is not None:
+            self._kills.sample()
+        for message in messages:
             if message["type"] not in _WORKER_TYPES:
                 rank.log(f"piped shim: dropped a message of unknown type {message['type']!r}\n".encode())
                 continue
@@ -242,16 +245,10 @@ class Supervisor:
                 is_exit = child.si_code == os.CLD_EXITED
                 code, number = (child.si_status, None) if is_exit else (None, child.si_status)
                 rank.end(Ended(code, number, system.boottime_ns()))
-                if number == signal.SIGKILL and rank.leaf is None:
-                    rank.oom_killed = self._is_oom_kill()
+                if number == signal.SIGKILL and rank.leaf is None and self._kills is not None:
+                    rank.oom_killed = self._kills.take()
                 self._sweep_at_s = 0.0
             os.waitpid(child.si_pid, 0)
-
-    def _is_oom_kill(self) -> bool:
-        """Return whether the shim's own group counts one more process killed for want of memory than were told of."""
-        is_new = self._group is not None and self._group.oom_kills > self._known_oom_kills
-        self._known_oom_kills += is_new
-        return is_new
 
     def _settle(self) -> None:
         """Finish ranks that ended, then write what is due."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from piped import cgroup
 from piped.lines import MAX_LINE_BYTES, LineReader, encode
 from piped.shim import records
 from piped.shim.environment import worker_environment
@@ -74,3 +75,23 @@ def test_a_full_disk_is_said_in_the_log_once_there_is_room(tmp_path: Path) -> No
     log.close()
     os.close(full)
     os.close(mine)
+
+
+def test_a_kill_that_was_survived_is_no_end_for_want_of_memory_and_each_tells_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(cgroup.time, "monotonic", lambda: now_s[0])
+    counter = tmp_path / "memory.events"
+    counter.write_text("low 0\noom_kill 3\n")
+    kills = cgroup.Kills(cgroup.Group(tmp_path, cgroup.V2))
+    assert not kills.take(), "what was counted before"
+    counter.write_text("low 0\noom_kill 4\n")
+    now_s[0] = 1.5
+    kills.sample()
+    assert kills.take(), "just now"
+    assert not kills.take()
+    counter.write_text("low 0\noom_kill 5\n")
+    for now_s[0] in (3.0, 4.5):
+        kills.sample()
+    assert not kills.take(), "of a helper, seconds ago"
