@@ -53,11 +53,16 @@ def place_queued(draft: Draft, _event: events.PlacementDue) -> str:
     shapes: dict[tuple[object, ...], bool] = {}  # whether the cluster could hold a job of that shape
     refused: dict[tuple[object, ...], str] = {}  # why there is no room now; slots only get fewer in one pass
     head: Job | None = None
+    opened: dict[tuple[object, ...], tuple[frozenset[str], Mapping[str, Node]]] = {}  # by shape and who refused
     quotas = _Quotas(draft)
     for job in queue:
-        avoided = retries.avoided(job, draft.nodes)
-        nodes = _without(avoided, draft.nodes).values()
-        shape = (*placement.shape_of(job.spec), avoided)
+        kind = placement.shape_of(job.spec)
+        refusers = frozenset(each.node_id for each in job.refusals)
+        if (kind, refusers) not in opened:
+            avoided = retries.avoided(job, draft.nodes)
+            opened[kind, refusers] = avoided, _without(avoided, draft.nodes)
+        avoided, others = opened[kind, refusers]
+        nodes, shape = others.values(), (*kind, avoided)
         if shape not in shapes:
             shapes[shape] = placement.can_ever_fit(job.spec, nodes)
         if shapes[shape] and (over := quotas.refusal(job)):
