@@ -36,7 +36,8 @@ shim → daemon:
     unkillable {rank}                          5 s after SIGKILL it has not ended
     exited     {rank, code, signal, by_supervisor, oom_killed, log_tail}
     worker     {rank, message}                 a line of that worker, as it came
-    The last four also carry boottime_ns: nanoseconds since boot (CLOCK_BOOTTIME) when the shim saw it.
+    alive      {}                              once a second while ranks run: who is silent now, is so to one who listens
+    All of these but the first and the last also carry boottime_ns: nanoseconds since boot (CLOCK_BOOTTIME) when the shim saw it.
 """
 
 from __future__ import annotations

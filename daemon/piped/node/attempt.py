@@ -61,7 +61,8 @@ class Attempt:
         self.exited: set[int] = set()
         self.told_grace_s: float | None = None
         self.progress: dict[int, dict[str, Any]] = {}
-        self.heard_s: dict[int, float] = {}  # when a running rank was last heard of; on the loop's clock
+        self._heard_s: dict[int, float] = {}  # when a running rank was last heard of; on the loop's clock
+        self._shim_heard_s = 0.0
         self._passed: dict[int, str] = {}  # rank -> endpoint, over the current link
         self._book = book
         self._meter = meter
@@ -79,6 +80,15 @@ class Attempt:
             exits_acknowledged=acknowledged,
             told_grace_s=self.told_grace_s,
         )
+
+    def silences(self) -> list[tuple[int, float]]:
+        """Return for how long each running rank has told its shim nothing. While that one itself says nothing, nobody knows."""
+        return [(rank, max(0.0, self._shim_heard_s - heard_s)) for rank, heard_s in self._heard_s.items()]
+
+    def forget_ranks(self) -> None:
+        """Nobody tells any more where the ranks are."""
+        self.progress.clear()
+        self._heard_s.clear()
 
     def report(self, rank: int | None, kind: str, body: Mapping[str, Any] | None = None, at_ns: int = 0) -> None:
         """Put a fact into the book, once."""
@@ -149,7 +159,10 @@ class Attempt:
 
     def take(self, message: Message) -> bool:
         """Take one line of the shim; say whether it may change what is to be done."""
+        self._shim_heard_s = time.monotonic()
         match message["type"]:
+            case "alive":
+                return False
             case "hello":
                 self._hello(message)
             case "spawned" | "exited":
@@ -158,7 +171,7 @@ class Attempt:
                     self._end_rank(rank, message)
                 else:
                     self.started.add(rank)
-                    self.heard_s.setdefault(rank, time.monotonic())
+                    self._heard_s.setdefault(rank, time.monotonic())
                     body = {"pid": message["pid"], "starttime": message["starttime"]}
                     self.report(rank, "spawned", body, message["boottime_ns"])
             case "unkillable":
@@ -174,12 +187,12 @@ class Attempt:
         self.shim = Shim.CONNECTED
         records = self.directory.exit_records()
         for number, state in message["ranks"].items():
-            self.heard_s.setdefault(int(number), time.monotonic())
+            self._heard_s.setdefault(int(number), time.monotonic())
             if state["state"] == "exited":  # the record says more; without one (full disk) the hello must do
                 self._end_rank(int(number), records.get(int(number)) or state)
 
     def _worker(self, rank: int, message: Message, at_ns: int) -> bool:
-        self.heard_s[rank] = time.monotonic()
+        self._heard_s[rank] = time.monotonic()
         match message["type"]:
             case "metrics":
                 self._meter.take_samples(self.job_id, self.fence, rank, message["samples"])
@@ -200,7 +213,7 @@ class Attempt:
             return
         self.exited.add(rank)
         self.progress.pop(rank, None)
-        self.heard_s.pop(rank, None)
+        self._heard_s.pop(rank, None)
         names = ("code", "signal", "by_supervisor", "oom_killed", "log_tail")
         body = {name: record[name] for name in names if record.get(name) is not None}
         self.report(rank, "exited", body, int(record.get("boottime_ns") or 0))

@@ -230,13 +230,12 @@ class Session:
 
     def _beat(self, beat_seq: int) -> nodes_pb2.Beat:
         desired = self._supervisor.desired
-        now_s = time.monotonic() - self._loop_lag_s  # while this loop was late it heard nothing, whoever spoke
         beat = nodes_pb2.Beat(
             beat_seq=beat_seq,
             sent_boottime_ns=time.clock_gettime_ns(time.CLOCK_BOOTTIME),
             loop_lag_s=self._loop_lag_s,
             desired_rev=desired.desired_rev if desired else 0,
-            progress=[convert.rank_progress(*one) for one in self._supervisor.progress(now_s)],
+            progress=[convert.rank_progress(*one) for one in self._supervisor.progress()],
         )
         if self._clock.best is not None:
             beat.clock_offset_s, beat.clock_error_s = self._clock.best

@@ -140,11 +140,11 @@ class Supervisor:
         """Return every attempt that is not closed."""
         return {fence: attempt.observed() for fence, attempt in self._attempts.items()}
 
-    def progress(self, now_s: float) -> Iterator[tuple[int, int, dict[str, Any], float]]:
-        """Yield (fence, rank, progress, seconds since anything was heard of it) of every running rank."""
+    def progress(self) -> Iterator[tuple[int, int, dict[str, Any], float]]:
+        """Yield (fence, rank, progress, seconds for which it has said nothing) of every running rank."""
         for fence, attempt in self._attempts.items():
-            for rank, heard_s in attempt.heard_s.items():
-                yield fence, rank, attempt.progress.get(rank, {}), max(0.0, now_s - heard_s)
+            for rank, silent_s in attempt.silences():
+                yield fence, rank, attempt.progress.get(rank, {}), silent_s
 
     async def stop_all(self, grace_s: float) -> None:
         """Stop every worker and wait until its shim left; for a daemon that takes its workers with it."""
@@ -294,8 +294,7 @@ class Supervisor:
             attempt.read_records()
         except Exception:  # Note [one attempt's trouble]: without its records its ranks count as lost
             log.exception("records_unreadable", fence=attempt.fence, job_id=attempt.job_id)
-        attempt.progress.clear()
-        attempt.heard_s.clear()
+        attempt.forget_ranks()
         attempt.shim = Shim.GONE
         log.info("shim_gone", fence=attempt.fence, job_id=attempt.job_id)
 

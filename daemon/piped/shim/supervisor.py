@@ -26,6 +26,7 @@ from piped.shim.outbox import Outbox
 from piped.shim.rank import Ended, Rank
 
 _EXIT_GRACE_S = 10.0  # at a SIGTERM to the shim itself, i.e. when the machine goes down
+_ALIVE_S = 1.0
 _SWEEP_S = 0.05
 _DUMP_S = 0.2
 _UNKILLABLE_S = 5.0  # after SIGKILL; a page of a dead file server, a frozen cgroup
@@ -55,6 +56,7 @@ class Supervisor:
         self._is_leaving = False
         self._sweep_at_s: float | None = None
         self._give_up_at_s: float | None = None
+        self._alive_at_s = 0.0
 
     def run(self) -> None:
         """Serve until told to quit with nothing left to do."""
@@ -143,6 +145,9 @@ class Supervisor:
                 self._outbox.put(rank.number, "unkillable", message)
         if self._sweep_at_s is not None and now_s >= self._sweep_at_s:
             self._sweep()
+        if now_s >= self._alive_at_s and self._running():  # a rank that is silent is so to one who listens
+            self._alive_at_s = now_s + _ALIVE_S
+            self._outbox.put(-1, "alive", {"type": "alive"})
 
     # --- what the daemon says
 
@@ -335,6 +340,7 @@ class Supervisor:
 
     def _timeout_s(self) -> float | None:
         moments = [m for m in (self._kill_at_s, self._sweep_at_s, self._give_up_at_s) if m is not None]
+        moments += [self._alive_at_s] if self._running() else []
         moments += [r.drain_until_s for r in self._ranks.values() if r.ended is not None and not r.is_over]
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
