@@ -270,6 +270,8 @@ class ScriptedNode:
                         await stream(channel)
                     except grpc.aio.AioRpcError as error:
                         self.errors.append(error.code())
+                    except asyncio.InvalidStateError:  # a message for a stream that had ended
+                        pass
             await asyncio.sleep(0.05)
 
     async def _session(self, channel: grpc.aio.Channel) -> None:
