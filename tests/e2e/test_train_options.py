@@ -57,7 +57,10 @@ def test_sharded_stages_accumulate_batches_as_one_process_does_and_are_saved_who
         digests.setdefault(tuple(line["stages"]), []).append(line["digest"])
     assert [len(each) for each in digests.values()] == [2, 2]
     assert all(len(set(each)) == 1 for each in digests.values())
-    for name in ("piped_grad_sync_seconds", "piped_grad_sync_exposed_seconds"):  # once per batch: shards have no room for what waits
+    for name in (
+        "piped_grad_sync_seconds",
+        "piped_grad_sync_exposed_seconds",
+    ):  # once per batch: shards have no room for what waits
         assert counted(cluster, ended.job_id, name) == {("0", None): 4 * STEPS, ("1", None): 4 * STEPS}
 
 
