@@ -479,7 +479,7 @@ def _row(model: type[BaseModel], name: str) -> tuple[str, str, str, str]:
     return name, _kind(info.annotation), default, description
 
 
-_KINDS = {str: "text", bool: "true or false", int: "integer", float: "number", type(None): "none", dict: "mapping"}
+_KINDS = {str: "text", bool: "true or false", int: "integer", float: "number"}
 
 
 def _kind(annotation: Any) -> str:

@@ -18,6 +18,7 @@ from stagekit.plan.lowering import Window
 from stagekit.plan.pictures import chrome_trace, gantt, svg
 from stagekit.plan.schedules import csv_file
 from stagekit.plan.schedules.registry import AUTOMATIC, NAMES, SCHEDULES, is_file, table_for
+from stagekit.plan.schedules.tables import block_placement
 from stagekit.plan.transports import Transport
 from stagekit.plan.trial import Trial, try_lists, try_schedule
 
@@ -105,7 +106,7 @@ def _table(options: argparse.Namespace) -> tuple[int, ...]:
         return table_for(schedule, numbers[0] * options.ranks, options.ranks)
     if len(numbers) != options.ranks:
         raise ValueError(f"--stages-per-rank {each} is for {len(numbers)} ranks, but --ranks is {options.ranks}")
-    return tuple(rank for rank, number in enumerate(numbers) for _ in range(number))
+    return block_placement(numbers)
 
 
 def _load(options: argparse.Namespace) -> Trial:

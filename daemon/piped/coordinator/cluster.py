@@ -6,11 +6,13 @@ A node is named by its id, or by its name, which means the live node of that nam
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 
 from pipeapi.v1 import cluster_pb2, cluster_pb2_grpc
 from piped import wire
 from piped.coordinator.engine import Engine
 from piped.coordinator.sessions import NodeService
+from piped.core import desired
 from piped.core.events import CordonRequested, DrainRequested, Event, ForgetRequested, UncordonRequested
 from piped.core.model import Node, NodeState, State
 from piped.errors import FieldViolation, NotFoundError, SpecError
@@ -52,7 +54,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         """List every node that was not forgotten, by name."""
         nodes = sorted(self._engine.state.nodes.values(), key=lambda each: (each.node_name, each.is_gone))
         shown = (each for each in nodes if each.state is not NodeState.FENCED)
-        return cluster_pb2.ListNodesResponse(nodes=[self._message(each.node_id) for each in shown])
+        held = desired.fences_by_node(self._engine.state)
+        return cluster_pb2.ListNodesResponse(nodes=[self._message(each.node_id, held) for each in shown])
 
     async def CordonNode(
         self, request: cluster_pb2.CordonNodeRequest, _context: object
@@ -103,12 +106,13 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def _after(self, event: Event, node_id: str) -> cluster_pb2.Node:
         await self._engine.post(event)
-        return self._message(node_id)
+        return self._message(node_id, desired.fences_by_node(self._engine.state))
 
-    def _message(self, node_id: str) -> cluster_pb2.Node:
+    def _message(self, node_id: str, fences: Mapping[str, list[int]]) -> cluster_pb2.Node:
+        """Return what clients see of a node; `fences`: those that hold slots, by node."""
         state = self._engine.state
-        fences = sorted({fence for (holder, _slot), fence in state.reservations.items() if holder == node_id})
-        held = ((attempt := state.attempts[fence], state.jobs[attempt.job_id].spec.name) for fence in fences)
+        attempts = (state.attempts[fence] for fence in fences.get(node_id, ()))
+        held = ((attempt, state.jobs[attempt.job_id].spec.name) for attempt in attempts)
         message = wire.node_to_proto(state.nodes[node_id], held, lease_age_s=self._nodes.lease_age_s(node_id))
         return self._nodes.links.tell(state, message)
 

@@ -212,8 +212,8 @@ def worker_row(fence: int, worker: Worker) -> Row:
         "is_done": int(worker.is_done),
         "by_supervisor": int(worker.by_supervisor),
         "oom_killed": int(worker.oom_killed),
-        "failed_moment": json.dumps(asdict(worker.failed_moment)) if worker.failed_moment else None,
-        "report": json.dumps(asdict(worker.report)) if worker.report else None,
+        "failed_moment": _json(worker.failed_moment),
+        "report": _json(worker.report),
     }
 
 
@@ -234,7 +234,7 @@ def worker_from(row: Row) -> Worker:
     )
 
 
-def _json(value: Backoff | Cordon | Drain | Quarantine | Failure | None) -> str | None:
+def _json(value: Backoff | Cordon | Drain | Quarantine | Failure | Moment | WorkerReport | None) -> str | None:
     return json.dumps(asdict(value)) if value else None
 
 

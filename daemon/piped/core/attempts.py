@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 from piped.core import events, jobs, quarantine, retries, root_cause
 from piped.core.draft import Draft
@@ -353,12 +354,12 @@ def _judge(draft: Draft, attempt: Attempt, changed: Sequence[Worker]) -> None:
     if failed is not None:
         _stop(draft, attempt, _A.FAILED, f"rank {failed.rank} failed", grace_s=0.0)
         return
-    if attempt.state is _A.COMMITTED and all(each.has_joined for each in (*changed, *attempt.workers)):
+    if attempt.state is _A.COMMITTED and all(each.has_joined for each in chain(changed, attempt.workers)):
         attempt = move(attempt, _A.RUNNING)
         draft.put_attempt(attempt)
         draft.put_job(jobs.move(draft.jobs[attempt.job_id], JobState.RUNNING, draft.now_s))
         draft.record("job_running", f"all {len(attempt.workers)} ranks joined", job_id=attempt.job_id)
-    if all(each.has_succeeded for each in (*changed, *attempt.workers)):
+    if all(each.has_succeeded for each in chain(changed, attempt.workers)):
         jobs.end(draft, attempt.job_id, JobState.SUCCEEDED, "every rank said done and exited 0")
         _stop(draft, attempt, _A.SUCCEEDED, "every rank succeeded", grace_s=0.0)
 

@@ -1,6 +1,7 @@
 """What one node must hold, derived from the state alone: every attempt that has slots reserved there.
 
-Called by `coordinator.pushes` for each push. An attempt leaves a node's desired state when the node has reported it
+Called by `coordinator.pushes` for each push, and by
+`coordinator.cluster` for who holds what. An attempt leaves a node's desired state when the node has reported it
 empty; until then an ended attempt asks for STOP.
 """
 

@@ -59,12 +59,10 @@ def refused(draft: Draft, attempt: Attempt, node_id: str, why: str, *, is_nodes:
 
     Else it may be the job's own fault, which is known once another node has prepared it.
     """
-    job, node = draft.jobs[attempt.job_id], draft.nodes[node_id]
     is_nodes = is_nodes or bool(attempt.prepared_nodes - {node_id})
-    others = tuple(each for each in job.refusals if each.node_id != node_id)
-    draft.put_job(replace(job, refusals=(*others, Refusal(node_id, node.node_name, why, is_nodes))))
+    _note(draft, attempt.job_id, Refusal(node_id, draft.nodes[node_id].node_name, why, is_nodes))
     if is_nodes:
-        quarantine.strike(draft, node_id, job.job_id, why)
+        quarantine.strike(draft, node_id, attempt.job_id, why)
 
 
 def not_reached(draft: Draft, attempt: Attempt, caller_id: str, peer_id: str, why: str) -> None:
@@ -73,7 +71,7 @@ def not_reached(draft: Draft, attempt: Attempt, caller_id: str, peer_id: str, wh
     The next attempt leaves out the one that was called. It is the caller's fault once it could not reach a second one, or one
     that has prepared; that of the one called once a second caller says so.
     """
-    job, peer = draft.jobs[attempt.job_id], draft.nodes[peer_id]
+    job = draft.jobs[attempt.job_id]
     if peer_id in attempt.prepared_nodes or any(
         each.by == caller_id and each.node_id != peer_id for each in job.refusals
     ):
@@ -82,9 +80,15 @@ def not_reached(draft: Draft, attempt: Attempt, caller_id: str, peer_id: str, wh
     elif any(each.node_id == peer_id and each.by not in ("", caller_id) for each in job.refusals):
         refused(draft, attempt, peer_id, why, is_nodes=True)
     else:
-        others = tuple(each for each in job.refusals if each.node_id != peer_id)
-        suspect = Refusal(peer_id, peer.node_name, why, is_nodes=False, by=caller_id)
-        draft.put_job(replace(job, refusals=(*others, suspect)))
+        suspect = Refusal(peer_id, draft.nodes[peer_id].node_name, why, is_nodes=False, by=caller_id)
+        _note(draft, job.job_id, suspect)
+
+
+def _note(draft: Draft, job_id: str, refusal: Refusal) -> None:
+    """Keep the newest refusal of each node."""
+    job = draft.jobs[job_id]
+    others = tuple(each for each in job.refusals if each.node_id != refusal.node_id)
+    draft.put_job(replace(job, refusals=(*others, refusal)))
 
 
 def prepared(draft: Draft, attempt: Attempt, node_id: str) -> None:

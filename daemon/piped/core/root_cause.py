@@ -176,9 +176,10 @@ def _start_timeout(attempt: Attempt, nodes: Mapping[str, Node]) -> Failure:
     names = "; ".join(_describe_missing(attempt, each) for each in missing)
     told = f"{attempt.stop_trigger.removeprefix(START_TIMEOUT + ': ')}: {names}"
     lost = [each for each in missing if _is_lost(nodes, attempt.placement[each.rank].node_id)]
-    blamed = lost or [each for each in missing if not each.pid] or missing
-    if not lost and len(blamed) > 1 and blamed == missing and all(each.pid for each in missing):
+    blamed = lost or [each for each in missing if not each.pid]
+    if not blamed and len(missing) > 1:
         return Failure(FailureReason.START_TIMEOUT, told)  # each may wait for another
+    blamed = blamed or missing
     place = attempt.placement[blamed[0].rank]
     reason = FailureReason.NODE_LOST if lost else FailureReason.START_TIMEOUT
     return Failure(reason, told, place.rank, place.node_name, place.stages, log_tail=blamed[0].log_tail)
